@@ -1,0 +1,83 @@
+"""Actors: a coroutine with a bounded mailbox that it alone reads.
+
+The promise: an `ask` always ends. It is answered, refused, or refused with PeerLost when
+the actor ends. Asks go down the layers only, tells go up, so no two can wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from pdrt.errors import Overloaded, PeerLost
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Ask(Generic[T]):
+    """A message that wants one answer."""
+
+    reply: asyncio.Future[T] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.reply = asyncio.get_running_loop().create_future()
+
+    def answer(self, value: T) -> None:
+        if not self.reply.done():  # the asker may be gone
+            self.reply.set_result(value)
+
+    def refuse(self, error: Exception) -> None:
+        if not self.reply.done():
+            self.reply.set_exception(error)
+
+
+class Actor(Generic[M]):
+    """Subclass, write `on`, and run `run()` in a TaskGroup."""
+
+    def __init__(self, name: str, depth: int = 1024) -> None:
+        self.name = name
+        self._box: asyncio.Queue[M] = asyncio.Queue(depth)
+        self._current: M | None = None
+        self._over = False
+
+    @property
+    def depth(self) -> int:
+        """Messages waiting."""
+        return self._box.qsize()
+
+    def tell(self, message: M) -> None:
+        """Never waits. Raises Overloaded when the mailbox is full, PeerLost when it is over."""
+        if self._over:
+            raise PeerLost(f"{self.name} has ended")
+        try:
+            self._box.put_nowait(message)
+        except asyncio.QueueFull:
+            raise Overloaded(f"{self.name}: {self._box.qsize()} messages waiting") from None
+
+    async def on(self, message: M) -> None:
+        raise NotImplementedError
+
+    async def run(self) -> None:
+        try:
+            while True:
+                self._current = await self._box.get()
+                await self.on(self._current)
+                self._current = None
+        finally:
+            self._over = True
+            self._refuse(self._current)
+            while not self._box.empty():
+                self._refuse(self._box.get_nowait())
+
+    def _refuse(self, message: M | None) -> None:
+        if isinstance(message, Ask):
+            message.refuse(PeerLost(f"{self.name} has ended"))
+
+
+async def ask(actor: Actor[Any], question: Ask[T]) -> T:
+    """Put the question and wait for its answer; the caller sets the time limit."""
+    actor.tell(question)
+    return await question.reply

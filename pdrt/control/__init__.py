@@ -1,0 +1,1 @@
+"""What leaders and the router do: HTTP, bootstrap, routing, dispatch, heartbeat."""

@@ -1,0 +1,1 @@
+"""How KV blocks move: transfers, metadata slots, transports, peers."""

@@ -1,0 +1,1 @@
+"""What a device does with a batch: models, paged KV, sampling."""

@@ -1,0 +1,75 @@
+"""What a scheduler asks of a device: one batch of sequence steps, and what comes back.
+
+Plain data without torch, so that schedulers, the null device and tests can use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdrt.messages import KvLayout, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How to draw the token that follows the last one of a step.
+
+    `history` is prompt and output so far (a view that nobody changes while the step runs),
+    `prompt_tokens` of it are the client's prompt: penalties on output count the rest.
+    """
+
+    sampling: Sampling
+    history: Sequence[int]
+    prompt_tokens: int
+
+    @property
+    def position(self) -> int:
+        """Index of the token to be drawn: with the seed it names the random number."""
+        return len(self.history)
+
+
+@dataclass(frozen=True, slots=True)
+class SeqStep:
+    """Compute `tokens` at positions `start`.. of one sequence and write their KV to `blocks`.
+
+    `blocks` is the block table from position 0 and covers `start + len(tokens)` tokens;
+    positions below `start` hold valid KV. `draw` is None when no token is wanted (a chunk
+    that is not the prompt's last).
+    """
+
+    key: int
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    draw: Draw | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The token drawn for a step, with the log-probability of the unscaled distribution."""
+
+    key: int
+    token: int
+    logprob: float
+
+
+class Runner(Protocol):
+    """A device with a model. All calls block; the worker makes them in its device thread."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """Shape of one KV block of this rank's shard."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+
+    def bind(self, pool: memoryview, blocks: int) -> None:
+        """Use `pool` (writable, `blocks * layout.block_bytes` bytes) as KV memory."""
+        ...
+
+    def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
+        """Run one step; one `Drawn` for each entry with a `draw`, in order."""
+        ...

@@ -1,0 +1,135 @@
+"""One tree of errors: each has a code for programs, an HTTP status for clients and a stage.
+
+Foreign errors are mapped to one of these once, at the edge where they appear. Expected
+outcomes travel as values (`messages.Problem`), not as exceptions.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PdrtError(Exception):
+    """Base of all. `retryable` says whether the same request may succeed elsewhere or later."""
+
+    code: ClassVar[str] = "internal"
+    status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+
+class Illegal(PdrtError):
+    """A bug of ours: a state machine met an event that cannot happen there."""
+
+    code = "illegal_transition"
+
+    def __init__(self, machine: str, state: object, event: object) -> None:
+        super().__init__(f"{machine}: {type(event).__name__} cannot happen in {state}: {event!r}")
+
+
+class ConfigError(PdrtError):
+    """A setting that cannot work; the message names file, key, value and what is allowed."""
+
+    code = "bad_config"
+
+
+class BadMessage(PdrtError):
+    """Bytes from a socket that are not one of our messages. Counted and dropped."""
+
+    code = "bad_message"
+    status = 400
+
+
+class BadRequest(PdrtError):
+    """The client's request cannot be served as it is; the message names the field."""
+
+    code = "bad_request"
+    status = 400
+
+
+class TooLong(BadRequest):
+    """Prompt and answer together can never fit the model or the KV pool."""
+
+    code = "too_long"
+
+
+class Unauthorized(PdrtError):
+    """Missing or wrong key or token."""
+
+    code = "unauthorized"
+    status = 401
+
+
+class NotFound(PdrtError):
+    """No such route, model or room."""
+
+    code = "not_found"
+    status = 404
+
+
+class Conflict(PdrtError):
+    """The room is in flight already, or a registration disagrees with what is known."""
+
+    code = "conflict"
+    status = 409
+
+
+class Overloaded(PdrtError):
+    """A bounded queue is full. Answered with Retry-After."""
+
+    code = "overloaded"
+    status = 429
+    retryable = True
+
+
+class Unavailable(PdrtError):
+    """Nobody healthy can serve this now."""
+
+    code = "unavailable"
+    status = 503
+    retryable = True
+
+
+class NoPrefill(Unavailable):
+    code = "no_prefill"
+
+
+class NoDecode(Unavailable):
+    code = "no_decode"
+
+
+class Draining(Unavailable):
+    code = "draining"
+
+
+class PeerLost(Unavailable):
+    """A process, actor or connection that was needed is gone."""
+
+    code = "peer_lost"
+
+
+class TransferFailed(Unavailable):
+    """KV could not be moved; the message names room, peer, rank, transport and bytes done."""
+
+    code = "transfer_failed"
+
+
+class DeadlinePassed(PdrtError):
+    """The request's own deadline came first."""
+
+    code = "deadline"
+    status = 504
+
+
+class Cancelled(PdrtError):
+    """The client left or the router withdrew the request. Never seen by a client."""
+
+    code = "cancelled"
+    status = 499
+
+
+def tree(root: type[PdrtError] = PdrtError) -> dict[str, type[PdrtError]]:
+    """All error classes by code, to give a code from the wire its HTTP status again."""
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= tree(child)
+    return found

@@ -1,0 +1,494 @@
+"""Everything that crosses a process boundary between pdrt processes, and nothing else.
+
+The promise: bytes from a socket become one of these messages or a BadMessage, never another
+exception; sizes and depths are limited while unpacking. Adding: new fields go last and have
+a default; unknown fields are ignored. Removing or re-typing a field: raise PROTOCOL. Lists
+of tokens and blocks travel as little-endian int32 `bytes`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, TypeAlias, TypeVar
+
+import msgpack
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from pdrt.errors import BadMessage
+
+PROTOCOL: Final = 1
+MAX_MESSAGE_BYTES: Final = 1 << 24
+_LIMITS: Final = {
+    "max_bin_len": 1 << 23,
+    "max_str_len": 1 << 16,
+    "max_array_len": 1 << 14,
+    "max_map_len": 64,
+    "max_ext_len": 0,
+}
+_wire = dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="ignore"))
+
+U32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+Room = Annotated[int, Field(ge=0, lt=1 << 63)]
+Short = Annotated[str, Field(max_length=512)]
+Text = Annotated[str, Field(max_length=8192)]
+Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
+
+
+def pack_ids(ids: "np.typing.ArrayLike") -> bytes:
+    """Tokens or blocks as little-endian int32."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """Inverse of `pack_ids`. Raises BadMessage when the length is not a multiple of four."""
+    if len(data) % 4:
+        raise BadMessage(f"{len(data)} bytes are no list of int32")
+    ids: list[int] = np.frombuffer(data, dtype="<i4").tolist()
+    return ids
+
+
+# What several messages are made of.
+
+
+@_wire
+class KvLayout:
+    """Shape of one KV block of one rank; both ends of a transfer must agree on it.
+
+    A block is one contiguous run of bytes, [kv_heads, layers, 2 (k, v), block_size, head_dim]
+    of `dtype`: each kv head's part of a block is contiguous, so that unequal tensor
+    parallelism moves whole runs.
+    """
+
+    block_size: Annotated[int, Field(ge=1, le=4096)]
+    dtype: Literal["float32", "bfloat16", "float16", "uint8"]
+    layers: Annotated[int, Field(ge=1, le=1024)]
+    kv_heads: Annotated[int, Field(ge=1, le=4096)]
+    head_dim: Annotated[int, Field(ge=1, le=65536)]
+    kind: Literal["heads", "latent"] = "heads"
+
+    @property
+    def block_bytes(self) -> int:
+        width = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}[self.dtype]
+        return self.kv_heads * self.layers * 2 * self.block_size * self.head_dim * width
+
+    def differences(self, other: "KvLayout") -> list[str]:
+        """Fields in which two layouts disagree, with both values."""
+        names = ("block_size", "dtype", "layers", "kv_heads", "head_dim", "kind")
+        pairs = ((n, getattr(self, n), getattr(other, n)) for n in names)
+        return [f"{name}: {mine} here, {theirs} there" for name, mine, theirs in pairs if mine != theirs]
+
+
+@_wire
+class Sampling:
+    """How tokens are drawn and when an answer ends. Stop strings are the leader's business."""
+
+    max_tokens: Annotated[int, Field(ge=1)] = 128
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0 = off
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+
+
+@_wire
+class Process:
+    """Names one process for good: `host` is boot id and pid namespace, `started` in clock ticks."""
+
+    host: Short
+    pid: Annotated[int, Field(ge=1)]
+    started: Annotated[int, Field(ge=0)]
+
+
+@_wire
+class Rank:
+    """A worker's place in its instance."""
+
+    dp: Annotated[int, Field(ge=0)] = 0
+    cp: Annotated[int, Field(ge=0)] = 0
+    tp: Annotated[int, Field(ge=0)] = 0
+
+    def __str__(self) -> str:
+        return f"{self.dp},{self.cp},{self.tp}"
+
+
+@_wire
+class Problem:
+    """An error as a value: what the client will read."""
+
+    code: Short
+    message: Text
+    stage: Short = ""
+
+
+@_wire
+class Source:
+    """Which prefill instance (its bootstrap server) and dp rank computes a prompt."""
+
+    host: Short
+    port: Annotated[int, Field(ge=1, le=65535)]
+    dp_rank: int = -1  # -1: ask the bootstrap server
+
+
+@_wire
+class Region:
+    """A decode rank's memory, described once per peer and epoch.
+
+    Slots lie at `slots_at`, 64 bytes each; block b at `pool_at + b * layout.block_bytes`.
+    `handle` is what the transport of that name needs to reach it.
+    """
+
+    transport: Short
+    handle: Annotated[bytes, Field(max_length=65536)]
+    size: Annotated[int, Field(ge=0)]
+    slots_at: Annotated[int, Field(ge=0)]
+    slots: Annotated[int, Field(ge=0)]
+    pool_at: Annotated[int, Field(ge=0)]
+    blocks: Annotated[int, Field(ge=0)]
+
+
+# Decode rank -> prefill rank.
+
+
+@_wire
+class Attach:
+    """Sent once per (decode worker, prefill rank), before the first Handshake."""
+
+    op: Literal["attach"] = "attach"
+    protocol: int = PROTOCOL
+    session: Short  # names this decode worker's life
+    endpoint: Short  # where its control socket is reached
+    process: Process
+    layout: KvLayout
+    region: Region
+
+
+@_wire
+class Handshake:
+    """Here are my blocks for (room, attempt): fill them, then the slot."""
+
+    op: Literal["handshake"] = "handshake"
+    room: Room
+    attempt: U32
+    session: Short
+    blocks: Annotated[bytes, Field(max_length=1 << 22)]  # int32, for blocks first_block.. of the prompt
+    first_block: U32  # leading blocks that decode holds already
+    slot: U32
+    prompt_tokens: U32
+    prompt_hash: Annotated[bytes, Field(max_length=32)]
+    decode_ranks: Annotated[int, Field(ge=1, le=1024)]
+    expires: float  # wall clock, seconds
+    token: Annotated[bytes, Field(max_length=64)]
+
+
+@_wire
+class AbortTransfer:
+    op: Literal["abort"] = "abort"
+    room: Room
+    attempt: U32
+    session: Short
+
+
+@_wire
+class Ping:
+    op: Literal["ping"] = "ping"
+    session: Short
+    number: int
+
+
+FromDecode: TypeAlias = Annotated[
+    Attach | Handshake | AbortTransfer | Ping, Field(discriminator="op")
+]
+
+
+# Prefill rank -> decode rank.
+
+
+@_wire
+class Attached:
+    """The answer to Attach: transfers of this session may begin."""
+
+    op: Literal["attached"] = "attached"
+    session: Short
+    rank: Rank
+    process: Process
+
+
+@_wire
+class Refused:
+    """The answer to an Attach that can never work (layouts differ, no such transport)."""
+
+    op: Literal["refused"] = "refused"
+    session: Short
+    problem: Problem
+
+
+@_wire
+class Started:
+    """The prompt's computation has begun: the transfer's clock starts."""
+
+    op: Literal["started"] = "started"
+    session: Short
+    room: Room
+    attempt: U32
+    rank: Rank
+
+
+@_wire
+class Progress:
+    """A doorbell: look at the slot."""
+
+    op: Literal["progress"] = "progress"
+    session: Short
+    room: Room
+    attempt: U32
+    rank: Rank
+
+
+@_wire
+class Failed:
+    op: Literal["failed"] = "failed"
+    session: Short
+    room: Room
+    attempt: U32
+    rank: Rank
+    problem: Problem
+
+
+@_wire
+class Quiesced:
+    """No write of this attempt by this rank can happen any more."""
+
+    op: Literal["quiesced"] = "quiesced"
+    session: Short
+    room: Room
+    attempt: U32
+    rank: Rank
+
+
+@_wire
+class Pong:
+    op: Literal["pong"] = "pong"
+    session: Short
+    number: int
+    process: Process
+
+
+FromPrefill: TypeAlias = Annotated[
+    Attached | Refused | Started | Progress | Failed | Quiesced | Pong, Field(discriminator="op")
+]
+
+
+# Supervisor -> worker.
+
+
+@_wire
+class Submit:
+    """Serve this. `tokens` are prompt and, when a lost answer is resumed, what was said so far."""
+
+    op: Literal["submit"] = "submit"
+    room: Room
+    attempt: U32
+    request_id: Short
+    tokens: Annotated[bytes, Field(max_length=1 << 23)]  # int32
+    prompt_tokens: U32  # how many of `tokens` are the client's prompt
+    sampling: Sampling
+    time_left: Seconds
+    source: Source | None = None  # decode only
+
+
+@_wire
+class Rebind:
+    """Decode only: the prefill side of this room is tried again, elsewhere or anew."""
+
+    op: Literal["rebind"] = "rebind"
+    room: Room
+    attempt: U32
+    source: Source
+
+
+@_wire
+class ResumeLocally:
+    """Decode only: nobody will prefill this retracted room again; do it yourself."""
+
+    op: Literal["resume_locally"] = "resume_locally"
+    room: Room
+
+
+@_wire
+class AbortRoom:
+    op: Literal["abort_room"] = "abort_room"
+    room: Room
+    reason: Short
+
+
+@_wire
+class Drain:
+    """No new work; tell when nothing is left."""
+
+    op: Literal["drain"] = "drain"
+
+
+@_wire
+class Stop:
+    op: Literal["stop"] = "stop"
+
+
+ToWorker: TypeAlias = Annotated[
+    Submit | Rebind | ResumeLocally | AbortRoom | Drain | Stop, Field(discriminator="op")
+]
+
+
+# Worker -> supervisor.
+
+
+@_wire
+class Loading:
+    op: Literal["loading"] = "loading"
+    stage: Short
+    done: int
+    total: int
+
+
+@_wire
+class Ready:
+    op: Literal["ready"] = "ready"
+    endpoint: Short  # control socket, tcp://host:port
+    process: Process
+    layout: KvLayout
+    blocks: U32  # pool size
+    eos_token_ids: tuple[int, ...]
+
+
+@_wire
+class Output:
+    """What a room gained in this step; `finish` or `problem` ends it.
+
+    A prefill worker says finish="prefilled" when decode's memory holds the prompt.
+    """
+
+    room: Room
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    finish: Literal["stop", "length", "prefilled"] | None = None
+    problem: Problem | None = None
+    cached_tokens: int = 0
+
+
+@_wire
+class Outputs:
+    """One message a step for the whole batch."""
+
+    op: Literal["outputs"] = "outputs"
+    items: tuple[Output, ...]
+
+
+@_wire
+class AskPrefill:
+    """A retracted room wants its prompt and output computed again on the prefill side."""
+
+    op: Literal["ask_prefill"] = "ask_prefill"
+    room: Room
+    attempt: U32  # the new one
+    tokens: Annotated[bytes, Field(max_length=1 << 23)]
+
+
+@_wire
+class Stats:
+    """Sent every second and after changes of state; counters only rise."""
+
+    op: Literal["stats"] = "stats"
+    running: int = 0
+    queues: dict[str, int] = Field(default_factory=dict)
+    blocks_used: int = 0
+    blocks_total: int = 0
+    blocks_quarantined: int = 0
+    slots_used: int = 0
+    rooms: int = 0
+    peers: dict[str, str] = Field(default_factory=dict)
+    counters: dict[str, float] = Field(default_factory=dict)
+    step_ms: float = 0.0
+    draining: bool = False
+
+
+@_wire
+class Fatal:
+    """The worker cannot go on and ends; the supervisor shows why."""
+
+    op: Literal["fatal"] = "fatal"
+    problem: Problem
+
+
+FromWorker: TypeAlias = Annotated[
+    Loading | Ready | Outputs | AskPrefill | Stats | Fatal, Field(discriminator="op")
+]
+
+
+# Bootstrap server bodies (JSON over HTTP).
+
+
+@_wire
+class RegisterRank:
+    protocol_version: int = PROTOCOL
+    attn_tp_size: Annotated[int, Field(ge=1)]
+    attn_cp_size: Annotated[int, Field(ge=1)]
+    dp_size: Annotated[int, Field(ge=1)]
+    rank: Rank
+    rank_ip: Short
+    rank_port: Annotated[int, Field(ge=1, le=65535)]
+    instance_epoch: Annotated[int, Field(ge=0)]
+    fingerprint: KvLayout
+    max_prompt_tokens: Annotated[int, Field(ge=1)]
+    process: Process
+    transports: tuple[Short, ...] = ("shm",)
+
+
+@_wire
+class RankAddress:
+    rank_ip: Short
+    rank_port: int
+    process: Process
+    instance_epoch: int = 0
+
+
+@_wire
+class Route:
+    """What a decode rank learns of a prefill instance; `ranks` is keyed "dp,cp,tp"."""
+
+    attn_tp_size: int
+    attn_cp_size: int
+    dp_size: int
+    block_size: int
+    kv_cache_dtype: Short
+    fingerprint: KvLayout
+    instance_epoch: int
+    ranks: dict[str, RankAddress]
+
+
+FROM_DECODE: Final[TypeAdapter[FromDecode]] = TypeAdapter(FromDecode)
+FROM_PREFILL: Final[TypeAdapter[FromPrefill]] = TypeAdapter(FromPrefill)
+TO_WORKER: Final[TypeAdapter[ToWorker]] = TypeAdapter(ToWorker)
+FROM_WORKER: Final[TypeAdapter[FromWorker]] = TypeAdapter(FromWorker)
+
+T = TypeVar("T")
+
+
+def decode(adapter: TypeAdapter[T], frame: bytes) -> T:
+    """The message in `frame`. Raises BadMessage for anything else, whatever the bytes."""
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise BadMessage(f"{len(frame)} bytes are over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        return adapter.validate_python(msgpack.unpackb(frame, **_LIMITS))
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise BadMessage(str(error)[:500]) from error
+
+
+def encode(adapter: TypeAdapter[T], message: T) -> bytes:
+    """The frame for a message of the adapter's direction."""
+    frame: bytes = msgpack.packb(adapter.dump_python(message))
+    return frame

@@ -1,0 +1,1 @@
+"""Who runs next: pure schedulers, block accounting, admission."""
