@@ -1,0 +1,58 @@
+"""What a supervisor hands to a device worker at birth: one JSON line on its standard input.
+
+Standard input rather than arguments or environment, which other users can read: the line
+carries the cluster key. The pipe then stays open, so that its end tells the worker at once
+that its supervisor is gone, however it died.
+"""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pdrt.config import DisaggConfig, NodeConfig, Role
+from pdrt.errors import BadMessage
+from pdrt.keys import ClusterKey
+from pdrt.messages import Rank
+
+_MAX_LINE = 1 << 20
+
+
+class WorkerSpec(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    role: Role
+    rank: Rank
+    config: NodeConfig
+    disagg: DisaggConfig
+    key_hex: str
+    endpoint: str  # of the supervisor's socket, ipc://
+    epoch: int  # of this worker's life; a later life has a higher one
+    threads: int  # compute threads, 0: as many as the device likes
+
+    @property
+    def key(self) -> ClusterKey:
+        return ClusterKey(bytes.fromhex(self.key_hex))
+
+    @property
+    def title(self) -> str:
+        """The process title."""
+        return f"pdrt worker {self.role} dp{self.rank.dp} cp{self.rank.cp} tp{self.rank.tp}"
+
+    def line(self) -> bytes:
+        return self.model_dump_json().encode() + b"\n"
+
+
+def read_spec(fd: int) -> WorkerSpec:
+    """Read the line from `fd`, leaving the pipe open. Raises BadMessage."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        piece = os.read(fd, 65536)
+        if not piece or len(line) > _MAX_LINE:
+            raise BadMessage("no worker spec on standard input: `pdrt node` starts workers")
+        line += piece
+    try:
+        return WorkerSpec.model_validate_json(line)
+    except ValidationError as error:
+        raise BadMessage(f"worker spec: {error}") from error
