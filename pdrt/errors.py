@@ -15,6 +15,7 @@ class PdrtError(Exception):
     code: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
+    stage: str = ""  # where it arose, when the one who raised it knows
 
 
 class Illegal(PdrtError):
@@ -50,6 +51,13 @@ class TooLong(BadRequest):
     """Prompt and answer together can never fit the model or the KV pool."""
 
     code = "too_long"
+
+
+class TooLarge(BadRequest):
+    """The request's body is over the limit."""
+
+    code = "too_large"
+    status = 413
 
 
 class Unauthorized(PdrtError):

@@ -1,0 +1,247 @@
+"""What every HTTP server here shares: typed errors as JSON, bounded bodies, the bearer check.
+
+The promise: whatever a handler raises becomes a JSON error with a truthful status, and an
+error that another pdrt process answered keeps its code, message and stage on the way through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import Collection
+from typing import Any, Final, NoReturn, TypeAlias
+
+import structlog
+from aiohttp import ClientError, web
+from aiohttp.typedefs import Handler, Middleware
+
+from pdrt.errors import (
+    BadRequest,
+    Conflict,
+    DeadlinePassed,
+    NotFound,
+    Overloaded,
+    PdrtError,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+    tree,
+)
+from pdrt.keys import ClusterKey
+from pdrt.messages import Problem
+
+Json: TypeAlias = dict[str, Any]
+
+REQUEST_ID: Final = "request_id"
+BODY_S: Final = 30.0  # a stalled upload ends after this
+RETRY_AFTER_S: Final = 1
+_GOOD_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "cancelled",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+_BY_STATUS: Final[dict[int, type[PdrtError]]] = {
+    400: BadRequest,
+    401: Unauthorized,
+    404: NotFound,
+    409: Conflict,
+    413: TooLarge,
+    429: Overloaded,
+    502: Unavailable,
+    503: Unavailable,
+    504: DeadlinePassed,
+}
+
+log = structlog.get_logger(__name__)
+
+
+# Errors as JSON and back.
+
+
+def error_body(error: PdrtError, request_id: str = "", stage: str = "") -> Json:
+    """The error object that clients and other pdrt processes read; the error's own stage wins."""
+    return {
+        "error": {
+            "type": _TYPES.get(error.status, "server_error"),
+            "code": error.code,
+            "message": str(error) or error.code,
+            "request_id": request_id,
+            "stage": error.stage or stage,
+        }
+    }
+
+
+def error_response(error: PdrtError, request_id: str = "", stage: str = "") -> web.Response:
+    headers = {"x-request-id": request_id} if request_id else {}
+    if error.status in (429, 503):
+        headers["retry-after"] = str(RETRY_AFTER_S)
+    body = error_body(error, request_id, stage)
+    return web.json_response(body, status=error.status, headers=headers)
+
+
+def error_of(problem: Problem) -> PdrtError:
+    """The exception for an error that travelled as a value; an unknown code is told, as a 500."""
+    return _error(problem.code, problem.message, problem.stage, PdrtError)
+
+
+def problem_of(error: PdrtError, stage: str = "") -> Problem:
+    """The error as a value, cut to what a message may hold."""
+    return Problem(code=error.code, message=str(error)[:8192], stage=error.stage or stage)
+
+
+def error_from_answer(status: int, body: bytes, where: str) -> PdrtError:
+    """The typed error in another process's answer; `where` names it if the answer does not say."""
+    told: Any = None
+    try:
+        told = json.loads(body)["error"]
+        code, message = str(told["code"]), str(told["message"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        text = body[:200].decode(errors="replace")
+        kind = _BY_STATUS.get(status, PdrtError)
+        return _at(kind(f"{where} answered {status}: {text}"), where)
+    stage = str(told.get("stage") or where)
+    return _error(code, message, stage, _BY_STATUS.get(status, PdrtError))
+
+
+def error_of_client(error: ClientError | TimeoutError | OSError, where: str) -> PdrtError:
+    """What a failed call to another process is called here."""
+    if isinstance(error, TimeoutError):
+        return _at(Unavailable(f"{where} did not answer in time"), where)
+    return _at(Unavailable(f"{where} cannot be reached: {error!r}"), where)
+
+
+def _error(code: str, message: str, stage: str, otherwise: type[PdrtError]) -> PdrtError:
+    kind = tree().get(code)
+    if kind is None:
+        return _at(otherwise(f"{code}: {message}"), stage)
+    return _at(kind.__new__(kind, message), stage)  # not every __init__ takes one message
+
+
+def _at(error: PdrtError, stage: str) -> PdrtError:
+    error.stage = stage
+    return error
+
+
+# Requests.
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(12)
+
+
+def good_request_id(text: str | None) -> str | None:
+    """The id when it is fit for a header and a log line, else None."""
+    return text if text and _GOOD_ID.fullmatch(text) else None
+
+
+def request_id_of(request: web.Request) -> str:
+    """The id of this request: the client's when it sent a fit one, else minted, once."""
+    found: str | None = request.get(REQUEST_ID)
+    if found is None:
+        found = good_request_id(request.headers.get("x-request-id")) or new_request_id()
+        request[REQUEST_ID] = found
+    return found
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """For `app.on_response_prepare`: every answer carries x-request-id, streams too."""
+    response.headers["x-request-id"] = request_id_of(request)
+
+
+async def read_json(request: web.Request, limit: int, within_s: float = BODY_S) -> Json:
+    """The body's JSON object. Raises TooLarge over `limit` bytes, BadRequest for anything else."""
+    if (request.content_length or 0) > limit:
+        raise TooLarge(f"the body has {request.content_length} bytes; the limit is {limit}")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(within_s):
+            async for chunk in request.content.iter_any():
+                body += chunk
+                if len(body) > limit:
+                    raise TooLarge(f"the body is over the limit of {limit} bytes")
+    except TimeoutError:
+        raise BadRequest(f"the body did not arrive within {within_s:g} s") from None
+    return parse_object(bytes(body))
+
+
+def parse_object(body: bytes) -> Json:
+    """The JSON object in these bytes. Raises BadRequest, also for NaN and for deep nesting."""
+    try:
+        found = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error}"[:300]) from error
+    if not isinstance(found, dict):
+        raise BadRequest(f"the body must be a JSON object, not {type(found).__name__}")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def check_bearer(request: web.Request, key: ClusterKey | None) -> None:
+    """Raises Unauthorized unless the request carries the cluster's token, or there is no key."""
+    if key is not None and not key.is_bearer(request.headers.get("authorization")):
+        raise Unauthorized("the cluster's bearer token is missing or wrong")
+
+
+# Middlewares.
+
+
+def require_bearer(key: ClusterKey | None, public: Collection[str] = ()) -> Middleware:
+    """A middleware that lets only the cluster's members past, except to `public` paths."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in public:
+            check_bearer(request, key)
+        return await handler(request)
+
+    return middleware
+
+
+def error_middleware(stage: str) -> Middleware:
+    """A middleware, put first, that turns what handlers raise into typed JSON errors.
+
+    A handler that has begun a stream ends it itself: no second answer can follow the first.
+    """
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request_id = request_id_of(request)
+        try:
+            return await handler(request)
+        except PdrtError as error:
+            return error_response(error, request_id_of(request), stage)
+        except web.HTTPException as error:
+            return _http_exception(error, request_id, stage)
+        except Exception:
+            log.exception("handler_failed", request_id=request_id, path=request.path)
+            return error_response(PdrtError("an internal error; see the log"), request_id, stage)
+
+    return middleware
+
+
+def _http_exception(error: web.HTTPException, request_id: str, stage: str) -> web.StreamResponse:
+    """aiohttp's own refusals (no such path, wrong method) in our form, with its headers."""
+    if error.status < 400:
+        raise error
+    kind = _BY_STATUS.get(error.status, PdrtError)
+    body = error_body(kind(error.text or error.reason), request_id, stage)
+    body["error"]["type"] = _TYPES.get(error.status, "server_error")
+    if error.status not in _BY_STATUS:
+        body["error"]["code"] = error.reason.lower().replace(" ", "_")
+    response = web.json_response(body, status=error.status)
+    if allow := error.headers.get("allow"):
+        response.headers["allow"] = allow
+    return response
