@@ -8,7 +8,7 @@ of tokens and blocks travel as little-endian int32 `bytes`.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeAlias, TypeVar
+from typing import Annotated, Final, Literal, TypeAlias, TypeVar, cast, dataclass_transform
 
 import msgpack
 import numpy as np
@@ -16,6 +16,8 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from pdrt.errors import BadMessage
+
+T = TypeVar("T")
 
 PROTOCOL: Final = 1
 MAX_MESSAGE_BYTES: Final = 1 << 24
@@ -26,7 +28,14 @@ _LIMITS: Final = {
     "max_map_len": 64,
     "max_ext_len": 0,
 }
-_wire = dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="ignore"))
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
+def _wire(cls: type[T]) -> type[T]:
+    """A frozen message; checkers see its fields, readers ignore fields they do not know."""
+    make = dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="ignore"))
+    return cast("type[T]", make(cls))
+
 
 U32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 Room = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -474,8 +483,6 @@ FROM_DECODE: Final[TypeAdapter[FromDecode]] = TypeAdapter(FromDecode)
 FROM_PREFILL: Final[TypeAdapter[FromPrefill]] = TypeAdapter(FromPrefill)
 TO_WORKER: Final[TypeAdapter[ToWorker]] = TypeAdapter(ToWorker)
 FROM_WORKER: Final[TypeAdapter[FromWorker]] = TypeAdapter(FromWorker)
-
-T = TypeVar("T")
 
 
 def decode(adapter: TypeAdapter[T], frame: bytes) -> T:
