@@ -387,6 +387,7 @@ class Output:
     finish: Literal["stop", "length", "prefilled"] | None = None
     problem: Problem | None = None
     cached_tokens: int = 0
+    attempt: Annotated[int, Field(ge=-1)] = -1  # -1: not said; else an older try's echo is dropped
 
 
 @_wire
