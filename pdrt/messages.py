@@ -459,6 +459,19 @@ class RegisterRank:
 
 
 @_wire
+class RegisterDpRank:
+    """This dp rank computes that room."""
+
+    bootstrap_room: Room
+    dp_rank: Annotated[int, Field(ge=0, lt=1 << 20)]
+
+
+@_wire
+class QueryDpRanks:
+    bootstrap_rooms: Annotated[tuple[Room, ...], Field(max_length=1024)]
+
+
+@_wire
 class RankAddress:
     rank_ip: Short
     rank_port: int

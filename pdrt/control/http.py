@@ -160,6 +160,11 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
 
 async def read_json(request: web.Request, limit: int, within_s: float = BODY_S) -> Json:
     """The body's JSON object. Raises TooLarge over `limit` bytes, BadRequest for anything else."""
+    return parse_object(await read_body(request, limit, within_s))
+
+
+async def read_body(request: web.Request, limit: int, within_s: float = BODY_S) -> bytes:
+    """The body's bytes. Raises TooLarge over `limit` bytes, BadRequest when it stalls."""
     if (request.content_length or 0) > limit:
         raise TooLarge(f"the body has {request.content_length} bytes; the limit is {limit}")
     body = bytearray()
@@ -171,7 +176,7 @@ async def read_json(request: web.Request, limit: int, within_s: float = BODY_S) 
                     raise TooLarge(f"the body is over the limit of {limit} bytes")
     except TimeoutError:
         raise BadRequest(f"the body did not arrive within {within_s:g} s") from None
-    return parse_object(bytes(body))
+    return bytes(body)
 
 
 def parse_object(body: bytes) -> Json:
