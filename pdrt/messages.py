@@ -472,6 +472,20 @@ class QueryDpRanks:
 
 
 @_wire
+class Leased:
+    status: Short
+    lease_s: Annotated[float, Field(gt=0, le=86400)]
+
+
+@_wire
+class BootstrapHealth:
+    status: Short
+    ready: bool
+    instance_epoch: int
+    missing: tuple[str, ...] = ()  # ranks without a live lease, with the reason
+
+
+@_wire
 class RankAddress:
     rank_ip: Short
     rank_port: int
