@@ -125,7 +125,7 @@ class BootstrapState:
         return self.limits.lease_s
 
     def withdraw(self, rank: Rank) -> None:
-        """The rank's process is known to be dead: its lease ends, and only a newer epoch follows."""
+        """The rank's process is dead: its lease ends, and only a newer epoch may follow."""
         if entry := self.rank_table.get(str(rank)):
             entry.withdrawn = True
 
@@ -213,7 +213,7 @@ class BootstrapState:
     # Rooms.
 
     def register_room(self, room: int, dp_rank: int, now: float) -> None:
-        """Remember which dp rank computes a room. The oldest is forgotten when there are too many."""
+        """Remember which dp rank computes a room; the oldest makes place for one too many."""
         if dp_rank >= self.sizes.dp:
             raise BadRequest(f"dp_rank: {dp_rank} must be below dp = {self.sizes.dp}")
         self._expire_rooms(now)

@@ -204,7 +204,8 @@ async def _renew(
     time: tuple[Clock, Sleep],
 ) -> float:
     clock, sleep = time
-    for pause in pauses(longest_s):
+    pause = pauses(longest_s)
+    while True:
         try:
             return await once()
         except _FINAL:
@@ -212,5 +213,4 @@ async def _renew(
         except PdrtError as error:
             if clock() >= held_until:
                 report(f"the lease has lapsed: {error}")
-        await sleep(pause)
-    raise AssertionError("pauses never end")
+        await sleep(next(pause))
