@@ -1,0 +1,66 @@
+"""From the config to a device with its model, or a ConfigError that says what is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+from pdrt.config import NodeConfig
+from pdrt.device.batch import Runner
+from pdrt.device.null import NullRunner
+from pdrt.errors import ConfigError
+from pdrt.modelspec import NULL_PATH, ModelSpec
+
+Progress: TypeAlias = Callable[[str, int, int], None]  # stage, done, total
+Kind: TypeAlias = Literal["cpu", "cuda", "npu", "null"]
+
+
+def open_runner(config: NodeConfig, progress: Progress) -> Runner:
+    """A runner with its weights loaded, still without a pool. Takes seconds to minutes.
+
+    `[model] path` must be a directory here, or `null`. Raises ConfigError.
+    """
+    kind = device_kind(config)
+    if kind == "null":
+        device = config.device
+        return NullRunner(config.scheduler.block_size, device.step_ms, device.token_ms)
+    spec = ModelSpec.read(config.model.path, config.model.max_model_len)
+    from pdrt.device.torchrunner import TorchRunner  # here, so that `null` needs no torch
+
+    return TorchRunner.load(
+        config.model.path,
+        spec,
+        device=kind,
+        dtype=config.model.dtype,
+        block_size=config.scheduler.block_size,
+        threads=threads_of(config),
+        progress=progress,
+    )
+
+
+def device_kind(config: NodeConfig) -> Kind:
+    """What `auto` means here. Raises ConfigError where model and device do not fit together.
+
+    `auto` never takes an accelerator: cuda and npu are unverified and must be asked for.
+    """
+    kind, path = config.device.kind, config.model.path
+    if (path == NULL_PATH) != (kind == "null") and kind != "auto":
+        raise ConfigError(
+            f"[device] kind = {kind!r} with [model] path = {path!r}:"
+            " the null device and the null model go together"
+        )
+    if kind == "auto":
+        return "null" if path == NULL_PATH else "cpu"
+    if kind == "npu" and importlib.util.find_spec("torch_npu") is None:
+        raise ConfigError(
+            "[device] kind = 'npu': torch-npu is not installed: pip install torch-npu"
+        )
+    return kind
+
+
+def threads_of(config: NodeConfig) -> int:
+    """Compute threads of one worker: as configured, else its share of the usable cores."""
+    cores = len(os.sched_getaffinity(0))
+    return config.device.threads or max(1, cores // config.parallel.devices_per_node)
