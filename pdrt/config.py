@@ -252,6 +252,18 @@ class DisaggConfig(Section):
         )
 
 
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where what can be made again is kept: $PDRT_CACHE, else `pdrt` in the user's cache."""
+    if chosen := environ.get("PDRT_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pdrt"
+
+
+def user_key_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """The cluster key that one user's processes on one machine share when none is named."""
+    return Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "pdrt" / "key"
+
+
 def bracketed(host: str) -> str:
     """A host as it stands in a URL: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
