@@ -1,0 +1,346 @@
+"""The life of one client request at the router: two legs, one answer, as a table.
+
+The promises: both legs are watched, and whichever fails first cancels the other at once; the
+client hears nothing before decode's answer is known to be good; a lost prefill is replaced
+without giving up decode's reservation; every way out cancels whatever is still open.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, TypeAlias, get_args
+
+from pdrt.errors import PdrtError
+from pdrt.machine import Edge, Table
+
+ATTEMPT_STEP: Final = 1 << 16  # the low bits count decode's own prefills after a retraction
+
+
+class State(StrEnum):
+    OPEN = "open"  # both legs are open; the client has heard nothing
+    JOINING = "joining"  # decode keeps its reservation; a new prefill leg is being joined to it
+    AWAITING = "awaiting"  # the prompt is where it belongs; decode's answer is awaited
+    HELD = "held"  # plain backends: decode has answered, prefill's outcome is still unknown
+    STREAMING = "streaming"  # decode's answer is being passed on
+    SERVED = "served"
+    FAILED = "failed"
+    LEFT = "left"  # the client went away
+
+
+OVER: Final = frozenset({State.SERVED, State.FAILED, State.LEFT})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the client will read, and whether the same request may do better elsewhere."""
+
+    error: PdrtError
+    status: int
+    elsewhere: bool = False
+    retry_after: str = ""
+
+    @staticmethod
+    def of(error: PdrtError, *, elsewhere: bool = False) -> Failure:
+        return Failure(error, error.status, elsewhere)
+
+
+# Events. `leg` numbers one HTTP exchange, so that an echo of a replaced one is known as such.
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFailed:
+    leg: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReplaced:
+    """It failed, and another prefill instance has been chosen."""
+
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Decode has agreed to wait for the new prefill leg."""
+
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLate:
+    """Decode needs no new prefill leg: the first one had done its work."""
+
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Decode's answer is here, which proves that the prompt has arrived there."""
+
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredEarly:
+    """A plain decode backend's answer is here, which proves nothing about prefill."""
+
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEnded:
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFailed:
+    leg: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class PairReplaced:
+    """Nothing can be kept: another pair has been chosen, and a fresh room minted."""
+
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReplaced:
+    """The same for a request that one hybrid instance serves alone."""
+
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLeft:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CalledOff:
+    """The deadline has passed, or the router ends."""
+
+    failure: Failure
+
+
+OfPrefill: TypeAlias = PrefillDone | PrefillFailed | PrefillReplaced | Joined | JoinedLate
+OfDecode: TypeAlias = Answered | AnsweredEarly | DecodeEnded | DecodeFailed
+OfBoth: TypeAlias = PairReplaced | InstanceReplaced | ClientLeft | CalledOff
+Event: TypeAlias = OfPrefill | OfDecode | OfBoth
+EVENTS: Final = (*get_args(OfPrefill), *get_args(OfDecode), *get_args(OfBoth))
+
+
+# Effects.
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPrefill:
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDecode:
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rebind:
+    """Tell decode that this prefill leg takes the lost one's place."""
+
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPrefill:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CancelDecode:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class StartAnswer:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class FinishAnswer:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class BreakAnswer:
+    """The client has part of the answer: end it with an error event."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The client has heard nothing yet: answer with the error's own status."""
+
+    failure: Failure
+
+
+Effect: TypeAlias = (
+    OpenPrefill
+    | OpenDecode
+    | Rebind
+    | CancelPrefill
+    | CancelDecode
+    | StartAnswer
+    | FinishAnswer
+    | BreakAnswer
+    | Refuse
+)
+
+
+@dataclass(slots=True)
+class Route:
+    """One client request. `(room, attempt)` is what the legs work on now."""
+
+    room: int
+    state: State
+    tries: int = 0
+    prefill_leg: int = 0
+    decode_leg: int = 0
+    story: deque[str] = field(default_factory=lambda: deque(maxlen=64))
+
+    @property
+    def attempt(self) -> int:
+        return self.tries * ATTEMPT_STEP
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in OVER
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the client has heard nothing yet, so that legs may still be replaced."""
+        return not self.is_over and self.state is not State.STREAMING
+
+    def is_current(self, event: Event) -> bool:
+        """Whether the event speaks of a leg that has not been replaced."""
+        if isinstance(event, OfPrefill):
+            return event.leg == self.prefill_leg
+        if isinstance(event, OfDecode):
+            return event.leg == self.decode_leg
+        return True
+
+
+def begin(room: int, *, alone: bool) -> tuple[Route, Sequence[Effect]]:
+    """A new route with its first legs; `alone` when a hybrid instance serves it."""
+    route = Route(room, State.AWAITING if alone else State.OPEN)
+    return route, _open_alone(route) if alone else _open_both(route)
+
+
+def _open_both(route: Route) -> list[Effect]:
+    route.prefill_leg += 1
+    route.decode_leg += 1
+    return [OpenPrefill(route.prefill_leg), OpenDecode(route.decode_leg)]
+
+
+def _open_alone(route: Route) -> list[Effect]:
+    route.decode_leg += 1
+    return [OpenDecode(route.decode_leg)]
+
+
+def _join(route: Route, _event: PrefillReplaced) -> Sequence[Effect]:
+    route.tries += 1
+    route.prefill_leg += 1
+    return [OpenPrefill(route.prefill_leg), Rebind(route.prefill_leg)]
+
+
+def _start_over(route: Route, event: PairReplaced) -> Sequence[Effect]:
+    route.room, route.tries = event.room, route.tries + 1
+    return [CancelPrefill(), CancelDecode(), *_open_both(route)]
+
+
+def _move(route: Route, event: InstanceReplaced) -> Sequence[Effect]:
+    route.room, route.tries = event.room, route.tries + 1
+    return [CancelDecode(), *_open_alone(route)]
+
+
+def _start_answer(_route: Route, _event: object) -> Sequence[Effect]:
+    return [StartAnswer()]
+
+
+def _cancel_prefill(_route: Route, _event: object) -> Sequence[Effect]:
+    return [CancelPrefill()]
+
+
+def _finish(_route: Route, _event: DecodeEnded) -> Sequence[Effect]:
+    return [CancelPrefill(), FinishAnswer()]
+
+
+def _refuse(_route: Route, event: PrefillFailed | DecodeFailed | CalledOff) -> Sequence[Effect]:
+    return [CancelPrefill(), CancelDecode(), Refuse(event.failure)]
+
+
+def _break(_route: Route, event: DecodeFailed | CalledOff) -> Sequence[Effect]:
+    return [CancelPrefill(), CancelDecode(), BreakAnswer(event.failure)]
+
+
+def _let_go(_route: Route, _event: ClientLeft) -> Sequence[Effect]:
+    return [CancelPrefill(), CancelDecode()]
+
+
+_S = State
+_SILENT: Final = (_S.OPEN, _S.JOINING, _S.AWAITING, _S.HELD)
+_PROVEN: Final = "decode's answer proves that the prompt has arrived"
+
+ROUTE: Table[State, Route, Effect] = Table(
+    "route",
+    edges={
+        (_S.OPEN, PrefillDone): Edge(_S.AWAITING),
+        (_S.OPEN, PrefillFailed): Edge(_S.FAILED, _refuse),
+        (_S.OPEN, PrefillReplaced): Edge(_S.JOINING, _join),
+        (_S.OPEN, AnsweredEarly): Edge(_S.HELD),
+        (_S.JOINING, Joined): Edge(_S.OPEN),
+        (_S.JOINING, JoinedLate): Edge(_S.AWAITING, _cancel_prefill),
+        (_S.JOINING, PrefillDone): Edge(_S.AWAITING),
+        (_S.JOINING, PrefillFailed): Edge(_S.FAILED, _refuse),
+        (_S.JOINING, PrefillReplaced): Edge(_S.JOINING, _join),
+        (_S.JOINING, AnsweredEarly): Edge(_S.HELD),
+        (_S.AWAITING, AnsweredEarly): Edge(_S.STREAMING, _start_answer),
+        (_S.AWAITING, InstanceReplaced): Edge(_S.AWAITING, _move),
+        (_S.HELD, PrefillDone): Edge(_S.STREAMING, _start_answer),
+        (_S.HELD, PrefillFailed): Edge(_S.FAILED, _refuse),
+        **{(s, Answered): Edge(_S.STREAMING, _start_answer) for s in _SILENT if s is not _S.HELD},
+        **{(s, PairReplaced): Edge(_S.OPEN, _start_over) for s in _SILENT},
+        **{(s, DecodeFailed): Edge(_S.FAILED, _refuse) for s in _SILENT},
+        **{(s, CalledOff): Edge(_S.FAILED, _refuse) for s in _SILENT},
+        **{(s, ClientLeft): Edge(_S.LEFT, _let_go) for s in (*_SILENT, _S.STREAMING)},
+        (_S.STREAMING, DecodeEnded): Edge(_S.SERVED, _finish),
+        (_S.STREAMING, DecodeFailed): Edge(_S.FAILED, _break),
+        (_S.STREAMING, CalledOff): Edge(_S.FAILED, _break),
+    },
+    ignored={
+        **{(_S.AWAITING, e): "the prompt has arrived already" for e in get_args(OfPrefill)},
+        **{(_S.STREAMING, e): _PROVEN for e in get_args(OfPrefill)},
+        **{(_S.HELD, e): "plain backends know no rebind" for e in (Joined, JoinedLate)},
+        **{(s, e): "the client has its outcome" for s in OVER for e in EVENTS},
+    },
+)
+
+
+def feed(route: Route, event: Event) -> Sequence[Effect]:
+    """The only function that moves a route."""
+    if not route.is_current(event):
+        return ()  # an echo of a leg that was replaced
+    before = route.state
+    route.state, effects = ROUTE.step(before, route, event)
+    route.story.append(f"{before}--{type(event).__name__}->{route.state}")
+    return effects
