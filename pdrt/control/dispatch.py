@@ -1,0 +1,348 @@
+"""The dispatcher of a leader: one request to one worker, one stream of outputs back.
+
+The promise: a request for a worker that is not connected is refused, never dropped; a stream
+always ends, with the worker's last word, the worker's loss or the reader's leaving; a room is
+forgotten at that end. Booking and telling happen in one breath, and one output costs O(1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol, Self, TypeVar
+
+from pdrt.errors import (
+    BadRequest,
+    Cancelled,
+    Conflict,
+    Draining,
+    NotFound,
+    Overloaded,
+    PdrtError,
+    PeerLost,
+    tree,
+)
+from pdrt.messages import (
+    AbortRoom,
+    Drain,
+    Output,
+    Outputs,
+    Problem,
+    Rank,
+    Ready,
+    Rebind,
+    ResumeLocally,
+    Submit,
+    ToWorker,
+)
+
+STAGE: Final = "dispatch"
+E = TypeVar("E", bound=PdrtError)
+
+
+class WorkerLink(Protocol):
+    """One dp rank's worker, as its supervisor sees it; `ready` is None while it is not there."""
+
+    rank: Rank
+    ready: Ready | None
+
+    def tell(self, message: ToWorker) -> None:
+        """Never waits. Raises PeerLost or Overloaded."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    dp_rank: int
+    is_connected: bool
+    rooms: int
+    tokens: int  # prompts, and the most that may follow them
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    rooms: int
+    most_rooms: int  # high-water mark
+    oldest_s: float
+    ranks: tuple[RankLoad, ...]
+    counters: Mapping[str, int]
+
+
+class Stream:
+    """The outputs of one room, for one reader; leaving the `with` early aborts the room.
+
+    What the reader has not taken is kept whole, at most max_tokens tokens, so that a slow
+    reader costs no more than its answer. Each read takes all of it as one Output.
+    """
+
+    def __init__(
+        self, submit: Submit, dp_rank: int, now: float, leave: Callable[[int, str], None]
+    ) -> None:
+        self.room, self.dp_rank, self.since = submit.room, dp_rank, now
+        self.first_attempt = self.attempt = submit.attempt
+        self.weight = len(submit.tokens) // 4 + submit.sampling.max_tokens
+        self._may_say = submit.sampling.max_tokens
+        self._leave = leave
+        self._kept: list[Output] = []
+        self._news = asyncio.Event()
+        self.is_over = False  # nothing more comes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def close(self, reason: str = "client_gone") -> None:
+        """The reader leaves: the room is aborted unless it has ended. Twice is once."""
+        if not self.is_over:
+            self._leave(self.room, reason)
+        self._kept.clear()
+
+    def __aiter__(self) -> AsyncIterator[Output]:
+        return self
+
+    async def __anext__(self) -> Output:
+        """What came since the last read; the last one has `finish` or `problem`."""
+        while not self._kept:
+            if self.is_over:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        kept, self._kept = self._kept, []
+        return kept[0] if len(kept) == 1 else _joined(kept)
+
+    def put(self, output: Output) -> bool:
+        """Take what the worker said; False when that is more than was asked for."""
+        self._may_say -= len(output.tokens)
+        if self._may_say < 0:
+            return False
+        self._kept.append(output)
+        self.is_over = output.finish is not None or output.problem is not None
+        self._news.set()
+        return True
+
+    def fail(self, problem: Problem) -> None:
+        self._kept.append(Output(room=self.room, problem=problem, attempt=self.attempt))
+        self.is_over = True
+        self._news.set()
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One worker and what it has in hand."""
+
+    link: WorkerLink
+    rooms: dict[int, Stream] = field(default_factory=dict)
+    tokens: int = 0
+    given: int = 0
+    owed: deque[AbortRoom | Drain] = field(default_factory=deque)  # its mailbox was full
+
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """What to compare lanes by; the last makes idle ones take turns."""
+        return self.tokens, len(self.rooms), self.given
+
+
+class DPDispatcher:
+    """All rooms of one leader, on the dp ranks of its instance. Call `catch_up` on a timer."""
+
+    def __init__(
+        self, links: Sequence[WorkerLink], clock: Callable[[], float], max_rooms: int = 65536
+    ) -> None:
+        self._lanes = {link.rank.dp: _Lane(link) for link in links}
+        self._clock, self._max_rooms = clock, max_rooms
+        self._streams: dict[int, Stream] = {}  # by room, oldest first
+        self._most_rooms = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.is_draining = False
+        self.counters: Counter[str] = Counter()
+
+    def submit(self, submit: Submit, dp_rank: int | None = None) -> Stream:
+        """Give the request to its worker, the least loaded one when none is named.
+
+        Raises Draining, BadRequest (no such rank), Conflict (this attempt or a newer one is in
+        flight), Overloaded or PeerLost, and then the worker has not got it. A newer attempt of
+        a room takes the place of the older one, whose stream ends with a conflict.
+        """
+        older = self._streams.get(submit.room)
+        if self.is_draining:
+            raise self._refused(Draining("this instance is draining"))
+        if older is not None and older.attempt >= submit.attempt:
+            raise self._refused(Conflict(f"room {submit.room} is in flight already"))
+        if older is None and len(self._streams) >= self._max_rooms:
+            raise self._refused(Overloaded(f"{len(self._streams)} requests are in flight"))
+        lane = self._lane(dp_rank)
+        if older is not None:
+            self._end(older, Conflict(f"attempt {submit.attempt} of this room took its place"))
+        self._tell(lane, submit)
+        stream = Stream(submit, lane.link.rank.dp, self._clock(), self.abort)
+        self._book(lane, stream)
+        return stream
+
+    def deliver(self, dp_rank: int, outputs: Outputs) -> None:
+        """What a worker said of its rooms; what concerns none of them is counted and dropped."""
+        lane = self._lanes[dp_rank]
+        for output in outputs.items:
+            stream = lane.rooms.get(output.room)
+            if stream is None:
+                self.counters["late_outputs"] += 1
+            elif 0 <= output.attempt < stream.first_attempt:
+                self.counters["stale_outputs"] += 1
+            elif not stream.put(output):
+                self._end(stream, PdrtError("the worker said more than max_tokens"))
+            elif stream.is_over:
+                self._forget(stream)
+        self._pay(lane)
+
+    def worker_lost(self, dp_rank: int, problem: Problem) -> None:
+        """The worker is gone: all its rooms end now, in a way that may be tried again."""
+        lane = self._lanes[dp_rank]
+        lane.owed.clear()
+        self.counters["rooms_lost"] += len(lane.rooms)
+        for stream in list(lane.rooms.values()):
+            self._forget(stream)
+            stream.fail(_retryable(problem))
+
+    def abort(self, room: int, reason: str) -> None:
+        """End a room early. A room that is not in flight is no error."""
+        if stream := self._streams.get(room):
+            self.counters["aborted"] += 1
+            self._end(stream, Cancelled(reason), reason)
+
+    def rebind(self, message: Rebind) -> None:
+        """The prefill side of a room is tried again. Raises NotFound, Conflict, PeerLost."""
+        stream = self._stream(message.room)
+        if message.attempt <= stream.attempt:
+            raise Conflict(f"room {message.room} is at attempt {stream.attempt} already")
+        self._tell(self._lanes[stream.dp_rank], message)
+        stream.attempt = message.attempt
+
+    def resume_locally(self, room: int) -> None:
+        """Nobody else will prefill this retracted room. Raises NotFound, PeerLost."""
+        self._tell(self._lanes[self._stream(room).dp_rank], ResumeLocally(room=room))
+
+    def drain(self) -> None:
+        """Nothing new from now on; what is in flight goes on."""
+        if not self.is_draining:
+            self.is_draining = True
+            for lane in self._lanes.values():
+                self._owe(lane, Drain())
+
+    async def idle(self) -> None:
+        """Until no room is in flight."""
+        await self._idle.wait()
+
+    def catch_up(self) -> None:
+        """Tell workers again what their full mailboxes did not take."""
+        for lane in self._lanes.values():
+            self._pay(lane)
+
+    def load(self) -> Load:
+        oldest = next(iter(self._streams.values()), None)
+        return Load(
+            rooms=len(self._streams),
+            most_rooms=self._most_rooms,
+            oldest_s=self._clock() - oldest.since if oldest else 0.0,
+            ranks=tuple(
+                RankLoad(dp, lane.link.ready is not None, len(lane.rooms), lane.tokens)
+                for dp, lane in self._lanes.items()
+            ),
+            counters=dict(self.counters),
+        )
+
+    def _lane(self, dp_rank: int | None) -> _Lane:
+        if dp_rank is None:
+            connected = [lane for lane in self._lanes.values() if lane.link.ready is not None]
+            if not connected:
+                raise self._refused(PeerLost("no worker of this instance is connected"))
+            return min(connected, key=lambda lane: lane.load)
+        lane = self._lanes.get(dp_rank)
+        if lane is None:
+            raise self._refused(
+                BadRequest(f"disagg_prefill_dp_rank: {dp_rank}; there are {len(self._lanes)} ranks")
+            )
+        if lane.link.ready is None:
+            raise self._refused(PeerLost(f"the worker of dp rank {dp_rank} is not connected"))
+        return lane
+
+    def _stream(self, room: int) -> Stream:
+        stream = self._streams.get(room)
+        if stream is None:
+            raise NotFound(f"room {room} is not in flight here")
+        return stream
+
+    def _book(self, lane: _Lane, stream: Stream) -> None:
+        self._streams[stream.room] = lane.rooms[stream.room] = stream
+        lane.tokens += stream.weight
+        lane.given += 1
+        self._most_rooms = max(self._most_rooms, len(self._streams))
+        self._idle.clear()
+
+    def _forget(self, stream: Stream) -> None:
+        lane = self._lanes[stream.dp_rank]
+        del self._streams[stream.room], lane.rooms[stream.room]
+        lane.tokens -= stream.weight
+        if not self._streams:
+            self._idle.set()
+
+    def _end(self, stream: Stream, error: PdrtError, reason: str = "") -> None:
+        """End a room on our side and make its worker end it too."""
+        self._forget(stream)
+        stream.fail(Problem(code=error.code, message=str(error), stage=STAGE))
+        abort = AbortRoom(room=stream.room, reason=(reason or error.code)[:512])
+        self._owe(self._lanes[stream.dp_rank], abort)
+
+    def _tell(self, lane: _Lane, message: Submit | Rebind | ResumeLocally) -> None:
+        """Order matters: an abort that is owed must not overtake the room's next attempt."""
+        self._pay(lane)
+        if lane.owed:
+            raise self._refused(Overloaded("the worker does not read its messages"))
+        try:
+            lane.link.tell(message)
+        except (Overloaded, PeerLost) as error:
+            raise self._refused(error) from None
+
+    def _owe(self, lane: _Lane, message: AbortRoom | Drain) -> None:
+        lane.owed.append(message)
+        self._pay(lane)
+
+    def _pay(self, lane: _Lane) -> None:
+        while lane.owed:
+            try:
+                lane.link.tell(lane.owed[0])
+            except PeerLost:
+                lane.owed.clear()  # its rooms died with it
+            except Overloaded:
+                return
+            else:
+                lane.owed.popleft()
+
+    def _refused(self, error: E) -> E:
+        self.counters[f"refused_{error.code}"] += 1
+        return error
+
+
+def _joined(kept: Sequence[Output]) -> Output:
+    last = kept[-1]
+    return Output(
+        room=last.room,
+        tokens=tuple(token for output in kept for token in output.tokens),
+        logprobs=tuple(value for output in kept for value in output.logprobs),
+        finish=last.finish,
+        problem=last.problem,
+        cached_tokens=max(output.cached_tokens for output in kept),
+        attempt=last.attempt,
+    )
+
+
+def _retryable(problem: Problem) -> Problem:
+    """The reason for a loss, with a code that says: try again."""
+    kind = tree().get(problem.code)
+    if kind is not None and kind.retryable:
+        return problem
+    message = f"{problem.code}: {problem.message}"[:8192]
+    return Problem(code=PeerLost.code, message=message, stage=problem.stage or STAGE)
