@@ -8,9 +8,11 @@ apart by its reader. SlotRecord is the slot's content as a plain value; its byte
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from pdrt.messages import Problem
+
+SLOT_COMPLETE: Final = 1  # a record's status; a wiped slot has 0
 
 
 @dataclass(frozen=True, slots=True)
