@@ -37,6 +37,7 @@ Json: TypeAlias = dict[str, Any]
 REQUEST_ID: Final = "request_id"
 BODY_S: Final = 30.0  # a stalled upload ends after this
 RETRY_AFTER_S: Final = 1
+_HALF_PAIR: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _GOOD_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _TYPES: Final = {
     400: "invalid_request_error",
@@ -180,9 +181,11 @@ async def read_body(request: web.Request, limit: int, within_s: float = BODY_S) 
 
 
 def parse_object(body: bytes) -> Json:
-    """The JSON object in these bytes. Raises BadRequest, also for NaN and for deep nesting."""
+    """The JSON object in these bytes. Raises BadRequest, also for NaN, deep nesting, no text."""
     try:
         found = json.loads(body, parse_constant=_no_constant)
+        if _HALF_PAIR.search(body):  # half a pair is no text: nothing could encode it later
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}"[:300]) from error
     if not isinstance(found, dict):

@@ -1,0 +1,269 @@
+"""An order: what a client wants, in one form for all dialects, and as it is handed on to legs.
+
+The promise: each field is honoured, or refused with a 400 that names it. Leg bodies are built
+from an allow-list for each side, so what a client sends never reaches an instance unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from pdrt.control.http import Json
+from pdrt.control.schema import (
+    IGNORED,
+    TURN_UNSUPPORTED,
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    Drawing,
+    Envelope,
+    GenerateRequest,
+    Leg,
+    PrefillAgain,
+    RebindRequest,
+    Turn,
+    checked,
+    without,
+)
+from pdrt.errors import BadRequest, TooLong
+from pdrt.messages import Sampling
+
+Dialect: TypeAlias = Literal["generate", "completions", "chat"]
+LegSide: TypeAlias = Literal["prefill", "decode", "hybrid"]
+
+PATHS: Final[Mapping[str, Dialect]] = {
+    "/generate": "generate",
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat",
+}
+_SEED_MASK: Final = (1 << 63) - 1
+
+
+class Pin(NamedTuple):
+    """The bootstrap server of the prefill instance that a client asks for."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, to be made a prompt by the model's template."""
+
+    turns: tuple[Mapping[str, str], ...]
+    options: Mapping[str, bool | int | float | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a client wants. `body` is what it sent, checked; `prompt` is text, ids or a chat."""
+
+    dialect: Dialect
+    body: Json
+    prompt: str | Sequence[int] | Chat
+    drawing: Drawing
+    max_tokens: int | None
+    default_tokens: int | None  # when the client names no number; None: what fits
+    seed: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    usage_always: bool
+    model: str | None
+    request_id: str | None
+    timeout_s: float | None
+    client_room: int | None
+    pin: Pin | None
+
+    def settle(self, prompt_tokens: int, limit: int, seed: int) -> Sampling:
+        """The sampling for a prompt of this length. Raises TooLong when `limit` is too small."""
+        room = limit - prompt_tokens
+        if room < 1:
+            raise TooLong(
+                f"the prompt has {prompt_tokens} tokens; prompt and answer together"
+                f" may have {limit}, at least one of them in the answer"
+            )
+        if self.max_tokens is not None and self.max_tokens > room:
+            raise TooLong(
+                f"the prompt's {prompt_tokens} tokens and max_tokens = {self.max_tokens}"
+                f" are over the limit of {limit}"
+            )
+        count = self.max_tokens or min(room, self.default_tokens or room)
+        drawn = self.seed if self.seed is not None else seed
+        return _sampling(self.drawing, max_tokens=count, seed=drawn & _SEED_MASK)
+
+
+def parse(dialect: Dialect, body: Json) -> Order:
+    """The order in a client's body. Raises BadRequest that names the field."""
+    match dialect:
+        case "generate":
+            return _generate(body)
+        case "completions":
+            return _completion(body)
+        case "chat":
+            return _chat(body)
+
+
+def _generate(body: Json) -> Order:
+    params = body.get("sampling_params")
+    if isinstance(params, dict):
+        body = {**body, "sampling_params": without(params, UNSUPPORTED, "sampling_params.")}
+    request = checked(GenerateRequest, body)
+    prompt = _one_prompt(request.prompt, allow_one_listed=False)
+    return _order("generate", body, request, request.sampling_params or Drawing(), prompt)
+
+
+def _completion(body: Json) -> Order:
+    body = _openai(body)
+    request = checked(CompletionRequest, body)
+    prompt = _one_prompt(request.prompt, allow_one_listed=True)
+    return _order("completions", body, request, request, prompt)
+
+
+def _chat(body: Json) -> Order:
+    body = _openai(body)
+    turns = body.get("messages")
+    if isinstance(turns, list):
+        body = {**body, "messages": [_plain_turn(turn, i) for i, turn in enumerate(turns)]}
+    request = checked(ChatRequest, body)
+    both = (request.max_tokens, request.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        raise BadRequest("max_tokens and max_completion_tokens differ; give one of them")
+    chat = Chat(tuple(_turn(t) for t in request.messages), request.chat_template_kwargs or {})
+    return _order("chat", body, request, request, chat)
+
+
+def _openai(body: Json) -> Json:
+    body = without(body, UNSUPPORTED)
+    return {k: v for k, v in body.items() if k not in IGNORED}
+
+
+def _plain_turn(turn: object, index: int) -> object:
+    if not isinstance(turn, dict):
+        return turn
+    return without(turn, TURN_UNSUPPORTED, f"messages.{index}.")
+
+
+def _turn(turn: Turn) -> Mapping[str, str]:
+    """A message as templates know it; they have no developers, and text in one piece."""
+    role = "system" if turn.role == "developer" else turn.role
+    said = {"role": role, "content": "\n".join(part.text for part in turn.content or ())}
+    return said | {"name": turn.name} if turn.name else said
+
+
+def _one_prompt(
+    prompt: str | list[int] | list[str] | list[list[int]], *, allow_one_listed: bool
+) -> str | Sequence[int]:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt[0], int):
+        return prompt  # pydantic has looked at each
+    if len(prompt) == 1 and allow_one_listed:
+        return prompt[0]
+    raise BadRequest("prompt: a batch of prompts is not supported in this version")
+
+
+def _order(
+    dialect: Dialect,
+    body: Json,
+    request: GenerateRequest | CompletionRequest | ChatRequest,
+    drawing: Drawing,
+    prompt: str | Sequence[int] | Chat,
+) -> Order:
+    options = None if isinstance(request, GenerateRequest) else request.stream_options
+    if options is not None and not request.stream:
+        raise BadRequest("stream_options is only for stream = true")
+    max_tokens = drawing.max_tokens
+    if isinstance(request, ChatRequest):
+        max_tokens = max_tokens or request.max_completion_tokens
+    host, port = request.bootstrap_host, request.bootstrap_port
+    defaults: dict[Dialect, int | None] = {"generate": 128, "completions": 16, "chat": None}
+    return Order(
+        dialect=dialect,
+        body=body,
+        prompt=prompt,
+        drawing=drawing,
+        max_tokens=max_tokens,
+        default_tokens=defaults[dialect],
+        seed=drawing.seed,
+        stop=tuple(drawing.stop or ()),
+        stream=bool(request.stream),
+        include_usage=options is not None and options.include_usage,
+        usage_always=options is not None and options.continuous_usage_stats,
+        model=request.model,
+        request_id=request.request_id,
+        timeout_s=request.timeout_s,
+        client_room=request.bootstrap_room,
+        pin=Pin(host, port) if host is not None and port is not None else None,
+    )
+
+
+_SAMPLING_FIELDS: Final = {
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+}
+
+
+def _sampling(drawing: Drawing, *, max_tokens: int, seed: int) -> Sampling:
+    return Sampling(
+        max_tokens=max_tokens,
+        seed=seed,
+        top_k=max(drawing.top_k or 0, 0),
+        stop_token_ids=tuple(drawing.stop_token_ids or ()),
+        **drawing.model_dump(include=_SAMPLING_FIELDS, exclude_none=True),
+    )
+
+
+# Legs: what the router sends, and what leaders read.
+
+_LEG_MARK: Final = "transfer_token"  # no client's body has it
+_ROUTING: Final = frozenset(Envelope.model_fields) - {"model", "stream"}
+_STREAMING: Final = frozenset({"stream", "stream_options"})
+_MODELS: Final[Mapping[Dialect, type[Envelope]]] = {
+    "generate": GenerateRequest,
+    "completions": CompletionRequest,
+    "chat": ChatRequest,
+}
+
+
+def leg_body(side: LegSide, order: Order, leg: Leg, seed: int) -> Json:
+    """What one leader is sent: the fields of the client's that it needs, and the leg's.
+
+    `seed` is used when the client gave none, the same for both legs: they draw alike.
+    """
+    allowed = _MODELS[order.dialect].model_fields.keys() - _ROUTING
+    if side == "prefill":
+        allowed -= _STREAMING
+    body = {name: order.body[name] for name in allowed & order.body.keys()}
+    if order.seed is None and order.dialect == "generate":
+        body["sampling_params"] = {**(body.get("sampling_params") or {}), "seed": seed}
+    elif order.seed is None:
+        body["seed"] = seed
+    fields = leg.model_dump(exclude_none=True)
+    if side == "hybrid":
+        fields.pop("disagg_prefill_dp_rank")
+    return body | fields
+
+
+def split_leg(body: Json) -> tuple[Json, Leg | None]:
+    """A leader's body as the client's fields and the leg's, if it is one. Raises BadRequest."""
+    if _LEG_MARK not in body:
+        return body, None
+    names = Leg.model_fields.keys()
+    leg = checked(Leg, {k: v for k, v in body.items() if k in names})
+    return {k: v for k, v in body.items() if k not in names}, leg
+
+
+def parse_rebind(body: Json) -> RebindRequest:
+    return checked(RebindRequest, body)
+
+
+def parse_prefill_again(body: Json) -> PrefillAgain:
+    return checked(PrefillAgain, body)

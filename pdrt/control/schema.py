@@ -1,0 +1,275 @@
+"""The bodies that clients and legs may send, as models: each field is known or refused by name.
+
+`order.py` makes one form of all dialects out of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from pdrt.control.http import Json
+from pdrt.errors import BadRequest
+from pdrt.messages import Room, Sampling
+
+MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 256
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_parts(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+def _prompt_kind(value: object) -> str | None:
+    match value:
+        case str():
+            return "text"
+        case []:
+            return "ids"
+        case [str(), *_]:
+            return "texts"
+        case [list(), *_]:
+            return "lists"
+        case [*_]:
+            return "ids"
+        case _:
+            return None
+
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[
+    Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None, BeforeValidator(_listed)
+]
+StopIds = Annotated[list[TokenId], Field(max_length=64)]
+TextPrompt = Annotated[str, Field(min_length=1)]
+IdsPrompt = Annotated[list[TokenId], Field(min_length=1)]
+Prompt = Annotated[
+    Annotated[TextPrompt, Tag("text")]
+    | Annotated[IdsPrompt, Tag("ids")]
+    | Annotated[list[TextPrompt], Tag("texts")]
+    | Annotated[list[IdsPrompt], Tag("lists")],
+    Discriminator(
+        _prompt_kind,
+        custom_error_type="prompt_type",
+        custom_error_message="must be a string or a list of token ids",
+    ),
+]
+_TAGS: Final = frozenset({"text", "ids", "texts", "lists"})
+
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+Chance = Annotated[float, Field(gt=0, le=1)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+Host = Annotated[str, Field(min_length=1, max_length=255)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Drawing(Strict):
+    """How tokens are drawn: the fields that all dialects share; null means the default."""
+
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Chance | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1 and 0: off
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    stop: Stops = None
+    stop_token_ids: StopIds | None = None
+    ignore_eos: bool | None = None
+    seed: Seed | None = None
+
+
+class Envelope(Strict):
+    """Fields about the request rather than the answer; pdrt's own, in every dialect."""
+
+    model: str | None = None
+    stream: bool | None = None
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$")] | None = None
+    timeout_s: Seconds | None = None
+    bootstrap_room: Room | None = None  # an idempotency key, never the wire identity
+    bootstrap_host: Host | None = None  # pins a registered prefill instance
+    bootstrap_port: Port | None = None
+
+    @model_validator(mode="after")
+    def _pin_is_whole(self) -> Self:
+        if (self.bootstrap_host is None) != (self.bootstrap_port is None):
+            raise ValueError("bootstrap_host and bootstrap_port come together")
+        return self
+
+
+class GenerateRequest(Envelope):
+    prompt: Prompt
+    sampling_params: Drawing | None = None
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class CompletionRequest(Envelope, Drawing):
+    prompt: Prompt
+    stream_options: StreamOptions | None = None
+
+
+class Part(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Turn(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[Part] | None, BeforeValidator(_as_parts)] = None
+    name: str | None = None
+
+
+class ChatRequest(Envelope, Drawing):
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Count | None = None
+    stream_options: StreamOptions | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+
+
+class Leg(Strict):
+    """What the router adds for the leaders; `bootstrap_room` is the wire identity here."""
+
+    bootstrap_room: Room
+    attempt: Annotated[int, Field(ge=0, lt=1 << 32)]
+    time_left_s: Seconds
+    transfer_token: Annotated[str, Field(max_length=256)]
+    request_id: Annotated[str, Field(min_length=1, max_length=128)]
+    client_room: Room | None = None  # echoed to the client
+    bootstrap_host: Host | None = None  # decode: who prefills
+    bootstrap_port: Port | None = None
+    disagg_prefill_dp_rank: Annotated[int, Field(ge=-1, lt=1 << 20)] = -1
+
+
+class RebindRequest(Strict):
+    """POST /internal/rebind: this room's prompt is being computed anew, there."""
+
+    bootstrap_room: Room
+    attempt: Annotated[int, Field(ge=0, lt=1 << 32)]
+    bootstrap_host: Host
+    bootstrap_port: Port
+    disagg_prefill_dp_rank: Annotated[int, Field(ge=-1, lt=1 << 20)] = -1
+    transfer_token: Annotated[str, Field(max_length=256)]
+
+
+class PrefillAgain(BaseModel):
+    """POST /internal/prefill: a retracted room wants prompt and output computed once more."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bootstrap_room: Room
+    attempt: Annotated[int, Field(ge=0, lt=1 << 32)]
+    input_ids: IdsPrompt
+    prompt_tokens: Count
+    sampling: Sampling
+    time_left_s: Seconds
+    transfer_token: Annotated[str, Field(max_length=256)]
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] = "retracted"
+    disagg_prefill_dp_rank: Annotated[int, Field(ge=-1, lt=1 << 20)] = -1
+
+
+# OpenAI's fields that this version does not serve, with the values that ask for nothing.
+
+UNSUPPORTED: Final[Mapping[str, Sequence[object]]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "web_search_options": (),
+}
+IGNORED: Final = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+TURN_UNSUPPORTED: Final[Mapping[str, Sequence[object]]] = {
+    "tool_calls": ([],),
+    "function_call": (),
+    "audio": (),
+    "refusal": (),
+    "annotations": ([],),
+}
+
+
+def without(body: Json, unsupported: Mapping[str, Sequence[object]], where: str = "") -> Json:
+    """The body without unsupported fields that ask for nothing. Raises BadRequest for others."""
+    found = body.keys() & unsupported.keys()
+    for name in sorted(found):
+        value = body[name]
+        if value is not None and not any(_same(value, n) for n in unsupported[name]):
+            raise BadRequest(f"{where}{name} is not supported in this version")
+    return {k: v for k, v in body.items() if k not in found} if found else body
+
+
+def _same(value: object, neutral: object) -> bool:
+    return type(value) is type(neutral) and value == neutral  # so that 0 is not False
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def checked(kind: type[M], body: Mapping[str, Any]) -> M:
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        lines = [_explain(dict(problem)) for problem in found[:5]]
+        raise BadRequest("; ".join(lines)) from None
+
+
+def _explain(problem: Mapping[str, Any]) -> str:
+    field = ".".join(str(part) for part in problem["loc"] if part not in _TAGS)
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"{field} is not a known field"
+        case "missing":
+            return f"{field} is missing"
+        case "string_too_short" | "too_short" if field in ("prompt", "messages"):
+            return f"{field} is empty"
+        case _:
+            text = str(problem["msg"]).removeprefix("Value error, ")
+            return f"{field}: {text}" if field else text
