@@ -1,0 +1,133 @@
+"""Metadata slots: 64 bytes each, by which a writer says "your KV is complete".
+
+The promise: a slot counts only when its CRC is right and room, attempt and kv_len are the ones
+that are waited for. A torn or damaged record is "not yet"; a sound record of somebody else is
+counted as stale and ignored, however often the slot is reused.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import numpy as np
+from crc32c import crc32c
+
+from pdrt.data.events import SlotRecord
+from pdrt.data.memory import SLOT_BYTES
+
+
+MAX_SPEC_TOKENS: Final = 7
+
+# room, attempt, status, number of speculative tokens, kv_len, cached_tokens, token, logprob,
+# speculative tokens, CRC-32C of the 60 bytes before it
+_SLOT: Final = struct.Struct("<QIHHIIIf7II")
+_STATUS_WORD: Final = 3  # status and count: never 0 once written, 0 when wiped
+_CRC_WORD: Final = 15
+_UNJUDGED: Final = -1
+
+
+def pack_slot(record: SlotRecord) -> bytes:
+    """The 64 bytes of a record. Raises ValueError for what does not fit."""
+    spec = record.spec_tokens
+    if len(spec) > MAX_SPEC_TOKENS:
+        raise ValueError(f"{len(spec)} speculative tokens, at most {MAX_SPEC_TOKENS} fit a slot")
+    try:
+        body = _SLOT.pack(
+            record.room,
+            record.attempt,
+            record.status,
+            len(spec),
+            record.kv_len,
+            record.cached_tokens,
+            record.token,
+            record.logprob,
+            *(spec + (0,) * (MAX_SPEC_TOKENS - len(spec))),
+            0,
+        )[:-4]
+    except (struct.error, OverflowError) as error:
+        raise ValueError(f"{record} does not fit a slot: {error}") from error
+    return body + crc32c(body).to_bytes(4, "little")
+
+
+def unpack_slot(data: bytes) -> SlotRecord | None:
+    """The record in 64 bytes, or None when the CRC says that there is none."""
+    body = data[:-4]
+    if crc32c(body) != int.from_bytes(data[-4:], "little"):
+        return None
+    room, attempt, status, count, kv_len, cached, token, logprob, *rest = _SLOT.unpack(data)
+    if count > MAX_SPEC_TOKENS:
+        return None
+    return SlotRecord(
+        room, attempt, status, kv_len, cached, token, logprob, spec_tokens=tuple(rest[:count])
+    )
+
+
+class MetadataBufferPool:
+    """The slots of a decode rank, and which of them are waited for.
+
+    A scan is one vectorised compare over all slots; CRCs are computed for candidates only,
+    and for a stale record only once.
+    """
+
+    def __init__(self, view: memoryview, slots: int) -> None:
+        self._bytes = view[: slots * SLOT_BYTES]
+        self._words = np.frombuffer(self._bytes, dtype="<u4").reshape(slots, SLOT_BYTES // 4)
+        self._wanted: list[tuple[int, int, int] | None] = [None] * slots
+        self._waiting = np.zeros(slots, dtype=bool)
+        self._judged = np.full(slots, _UNJUDGED, dtype=np.int64)  # CRC of a known stale record
+        self._torn: set[int] = set()
+        self.stale = 0
+        self.corrupt = 0
+
+    @property
+    def waiting(self) -> int:
+        return int(np.count_nonzero(self._waiting))
+
+    def watch(self, slot: int, room: int, attempt: int, kv_len: int) -> None:
+        """Wipe the slot and wait for this record. To be called before its writer learns of it."""
+        self._wipe(slot)
+        self._wanted[slot] = (room, attempt, kv_len)
+        self._waiting[slot] = True
+
+    def unwatch(self, slot: int) -> None:
+        """Wait no longer, and wipe."""
+        self._wanted[slot] = None
+        self._waiting[slot] = False
+        self._wipe(slot)
+
+    def _wipe(self, slot: int) -> None:
+        self._words[slot] = 0
+        self._judged[slot] = _UNJUDGED
+        self._torn.discard(slot)
+
+    def scan(self) -> list[tuple[int, SlotRecord]]:
+        """Slots that became valid since the last scan, each once."""
+        words = self._words
+        candidates = self._waiting & (words[:, _STATUS_WORD] != 0)
+        candidates &= words[:, _CRC_WORD] != self._judged
+        found = ((slot, self.look(slot)) for slot in np.flatnonzero(candidates).tolist())
+        return [(slot, record) for slot, record in found if record is not None]
+
+    def look(self, slot: int) -> SlotRecord | None:
+        """The record that this slot waits for, if it is there; then it waits no longer."""
+        wanted = self._wanted[slot]
+        if wanted is None or not self._waiting[slot]:
+            return None
+        data = bytes(self._bytes[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES])
+        record = unpack_slot(data)
+        if record is None:
+            self._note_torn(slot, data)
+            return None
+        if (record.room, record.attempt, record.kv_len) != wanted:
+            self.stale += 1
+            self._judged[slot] = int.from_bytes(data[-4:], "little")
+            return None
+        self._waiting[slot] = False
+        return record
+
+    def _note_torn(self, slot: int, data: bytes) -> None:
+        """A write may be halfway: look again next time, but count it once."""
+        if any(data) and slot not in self._torn:
+            self._torn.add(slot)
+            self.corrupt += 1
