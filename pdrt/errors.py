@@ -121,6 +121,12 @@ class TransferFailed(Unavailable):
     code = "transfer_failed"
 
 
+class PromptMismatch(PdrtError):
+    """The two legs of a request do not agree on its prompt: a bug or a forged leg."""
+
+    code = "prompt_mismatch"
+
+
 class DeadlinePassed(PdrtError):
     """The request's own deadline came first."""
 

@@ -193,6 +193,7 @@ class Handshake:
     decode_ranks: Annotated[int, Field(ge=1, le=1024)]
     expires: float  # wall clock, seconds
     token: Annotated[bytes, Field(max_length=64)]
+    number: Annotated[int, Field(ge=0)] = 0  # rises in a session: what is late is refused
 
 
 @_wire
@@ -201,6 +202,7 @@ class AbortTransfer:
     room: Room
     attempt: U32
     session: Short
+    number: Annotated[int, Field(ge=0)] = 0
 
 
 @_wire
@@ -235,6 +237,18 @@ class Refused:
     op: Literal["refused"] = "refused"
     session: Short
     problem: Problem
+    process: Process | None = None  # who refuses
+
+
+@_wire
+class Accepted:
+    """A handshake has arrived and its attempt is not over."""
+
+    op: Literal["accepted"] = "accepted"
+    session: Short
+    room: Room
+    attempt: U32
+    rank: Rank
 
 
 @_wire
@@ -250,13 +264,15 @@ class Started:
 
 @_wire
 class Progress:
-    """A doorbell: look at the slot."""
+    """A doorbell: blocks have been written; when `complete`, the slot too: look at it."""
 
     op: Literal["progress"] = "progress"
     session: Short
     room: Room
     attempt: U32
     rank: Rank
+    done_bytes: Annotated[int, Field(ge=0)] = 0
+    complete: bool = False
 
 
 @_wire
@@ -289,7 +305,8 @@ class Pong:
 
 
 FromPrefill: TypeAlias = Annotated[
-    Attached | Refused | Started | Progress | Failed | Quiesced | Pong, Field(discriminator="op")
+    Attached | Refused | Accepted | Started | Progress | Failed | Quiesced | Pong,
+    Field(discriminator="op"),
 ]
 
 

@@ -16,7 +16,6 @@ from crc32c import crc32c
 from pdrt.data.events import SlotRecord
 from pdrt.data.memory import SLOT_BYTES
 
-
 MAX_SPEC_TOKENS: Final = 7
 
 # room, attempt, status, number of speculative tokens, kv_len, cached_tokens, token, logprob,
