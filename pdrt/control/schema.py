@@ -262,7 +262,10 @@ def checked(kind: type[M], body: Mapping[str, Any]) -> M:
 
 
 def _explain(problem: Mapping[str, Any]) -> str:
-    field = ".".join(str(part) for part in problem["loc"] if part not in _TAGS)
+    place = list(problem["loc"])
+    if place[:1] == ["prompt"] and place[1:2] and place[1] in _TAGS:
+        del place[1]  # which kind of prompt it was taken for
+    field = ".".join(str(part) for part in place)
     match problem["type"]:
         case "extra_forbidden":
             return f"{field} is not a known field"
