@@ -1,0 +1,89 @@
+"""What every KV transport promises to the side that writes.
+
+The promise that the rest of pdrt is built on: each started write ends exactly once, after
+`abort`, after a lost peer and at `close` too, and once it has ended the transport never touches
+its memory again, here or there. Blocks are given back on that end and on nothing else. Within
+one write the slot is written last; writes of their own promise no order among each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pdrt.data.layout import NO_RUNS, Runs
+from pdrt.messages import Process, Region
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A decode rank's memory, as its worker described it. `name` is that worker's session."""
+
+    name: str
+    process: Process
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWrite:
+    """The 64 bytes that are written after everything else of a write."""
+
+    at: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    """Copy `runs` (source offset, destination offset, length), then the slot."""
+
+    id: int  # never used twice while the process lives
+    peer: str
+    runs: Runs = field(default_factory=lambda: NO_RUNS)
+    slot: SlotWrite | None = None
+
+    @property
+    def size(self) -> int:
+        return int(self.runs[:, 2].sum()) + (len(self.slot.data) if self.slot else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A write is over; nothing of it touches memory any more."""
+
+    id: int
+    error: str | None = None
+
+
+class Transport(Protocol):
+    """Local memory is registered at construction; `handle` is how peers reach it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def handle(self) -> bytes: ...
+
+    async def attach(self, peer: Peer) -> None:
+        """Make the peer's memory reachable, once. Raises TransferFailed."""
+        ...
+
+    def detach(self, peer: str) -> None:
+        """The peer is gone: end its writes, let its memory go. Unknown ones are no error."""
+        ...
+
+    def start(self, write: Write) -> None:
+        """Begin a write and return at once. Trouble is told by its end, never raised."""
+        ...
+
+    def abort(self, write: int) -> None:
+        """Ask for an early end. Unknown and ended writes are no error."""
+        ...
+
+    def ends(self) -> AsyncIterator[Ended]:
+        """Ends as they happen. There is one reader; the stream ends after `close`."""
+        ...
+
+    async def close(self) -> None:
+        """End every write, then let go of the memory and the peers."""
+        ...

@@ -1,0 +1,206 @@
+"""Same host: the writer maps the decode rank's memory and copies into it.
+
+A write ends under the lock that also decides whether it may begin, and a copying thread looks
+for an abort between two pieces of at most 8 MiB: so it ends once, and early when asked. Each
+peer has one queue that one thread at a time serves in order; a slow peer delays nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from pdrt.data.layout import Runs
+from pdrt.data.memory import HostMemory, MemoryHandle, PeerMemory
+from pdrt.data.transport.copying import copy, pieces
+from pdrt.data.transport.promise import Ended, Peer, Write
+from pdrt.errors import TransferFailed
+
+
+@dataclass(slots=True)
+class _Job:
+    write: Write
+    is_copying: bool = False
+    is_over: bool = False
+    stop: str | None = None  # why it shall end early
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One peer's memory and the writes to it, in order."""
+
+    memory: PeerMemory
+    jobs: deque[_Job] = field(default_factory=deque)
+    is_served: bool = False  # a thread has it, or will
+
+    def next(self) -> _Job | None:
+        while self.jobs:
+            job = self.jobs.popleft()
+            if not job.is_over:
+                return job
+        return None
+
+
+class ShmTransport:
+    """Copies in a few threads; made on the running loop, which its ends are told to."""
+
+    def __init__(self, memory: HostMemory, threads: int) -> None:
+        self._memory = memory
+        self._loop = asyncio.get_running_loop()
+        self._ends: asyncio.Queue[Ended | None] = asyncio.Queue()
+        self._lock = threading.Lock()  # guards all that follows
+        self._lanes: dict[str, _Lane] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._is_closed = False
+        self._ready: SimpleQueue[_Lane | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"pdrt-copy-{n}", daemon=True)
+            for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def name(self) -> str:
+        return "shm"
+
+    @property
+    def handle(self) -> bytes:
+        return self._memory.handle()
+
+    async def attach(self, peer: Peer) -> None:
+        if peer.name in self._lanes:
+            return
+        if peer.region.transport != self.name:
+            raise TransferFailed(f"{peer.name} offers {peer.region.transport}, not {self.name}")
+        handle = MemoryHandle.unpack(peer.region.handle)
+        if handle.size != peer.region.size:
+            raise TransferFailed(f"{peer.name} describes {peer.region.size} of {handle.size} bytes")
+        memory = await asyncio.to_thread(PeerMemory, handle, peer.process)
+        with self._lock:
+            self._lanes.setdefault(peer.name, _Lane(memory))
+
+    def detach(self, peer: str) -> None:
+        with self._lock:
+            if self._lanes.pop(peer, None):
+                for job in [j for j in self._jobs.values() if j.write.peer == peer]:
+                    self._stop(job, "the peer is gone")
+
+    def start(self, write: Write) -> None:
+        with self._lock:
+            lane = self._lanes.get(write.peer)
+            error = self._refusal(write, lane)
+            if lane is None or error:
+                self._tell(Ended(write.id, error))
+                return
+            job = self._jobs[write.id] = _Job(write)
+            lane.jobs.append(job)
+            if not lane.is_served:
+                lane.is_served = True
+                self._ready.put(lane)
+
+    def abort(self, write: int) -> None:
+        with self._lock:
+            if job := self._jobs.get(write):
+                self._stop(job, "aborted")
+
+    async def ends(self) -> AsyncIterator[Ended]:
+        while (end := await self._ends.get()) is not None:
+            yield end
+
+    async def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for job in list(self._jobs.values()):
+                self._stop(job, "the transport is closed")
+        for _ in self._threads:
+            self._ready.put(None)
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+        self._lanes.clear()
+        self._loop.call_soon(self._ends.put_nowait, None)  # after the ends that are on their way
+
+    def _refusal(self, write: Write, lane: _Lane | None) -> str | None:
+        if self._is_closed:
+            return "the transport is closed"
+        if lane is None:
+            return f"{write.peer} is not attached"
+        if not _fits(write, self._memory.size, lane.memory.size):
+            return "a run lies outside the memory"
+        return None
+
+    def _stop(self, job: _Job, reason: str) -> None:
+        """A write that waits ends here and now; one that is being copied, at its next piece."""
+        job.stop = job.stop or reason
+        if not job.is_copying:
+            self._end(job, job.stop)
+
+    def _end(self, job: _Job, error: str | None) -> None:
+        job.is_over = True
+        del self._jobs[job.write.id]
+        self._tell(Ended(job.write.id, error))
+
+    def _tell(self, end: Ended) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(self._ends.put_nowait, end)
+
+    def _serve(self) -> None:
+        """A thread: one write of one lane, then the lane's next turn."""
+        while (lane := self._ready.get()) is not None:
+            with self._lock:
+                job = lane.next()
+                if job is None:
+                    lane.is_served = False
+                    continue
+                job.is_copying = True
+            error = self._copy(job, lane.memory)
+            with self._lock:
+                self._end(job, error)
+                self._ready.put(lane)
+
+    def _copy(self, job: _Job, memory: PeerMemory) -> str | None:
+        """Why the write failed, or None."""
+        source, target = self._memory.address, memory.address
+        try:
+            for piece in pieces(job.write.runs):
+                if job.stop:
+                    return job.stop
+                copy(piece, source, target)
+        except OSError as error:
+            return f"copying failed: {error}"
+        if job.stop:
+            return job.stop
+        if slot := job.write.slot:
+            _fence()
+            ctypes.memmove(target + slot.at, slot.data, len(slot.data))
+        return None
+
+
+def _fits(write: Write, source_size: int, target_size: int) -> bool:
+    runs: Runs = write.runs
+    slot = write.slot
+    if slot and not 0 <= slot.at <= target_size - len(slot.data):
+        return False
+    if not len(runs):
+        return True
+    ends = runs[:, :2] + runs[:, 2:]
+    return bool(
+        runs.min() >= 0 and ends[:, 0].max() <= source_size and ends[:, 1].max() <= target_size
+    )
+
+
+def _fence() -> None:
+    """Nobody sees the slot before the KV: releasing a lock and taking one orders the stores."""
+    lock = threading.Lock()
+    with lock:
+        pass
+    with lock:
+        pass
