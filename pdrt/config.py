@@ -280,8 +280,16 @@ def is_loopback(host: str) -> bool:
 C = TypeVar("C", NodeConfig, RouterConfig)
 
 
-def load(kind: type[C], path: Path | None, environ: Mapping[str, str] = os.environ) -> C:
-    """Read, override and check. Raises ConfigError for anything that cannot work."""
+def load(
+    kind: type[C],
+    path: Path | None,
+    environ: Mapping[str, str] = os.environ,
+    options: Mapping[str, Any] | None = None,
+) -> C:
+    """Read, override and check. Raises ConfigError for anything that cannot work.
+
+    The environment goes over the file, `options` (tables from the command line) over both.
+    """
     where = str(path) if path else "the environment"
     try:
         tables: dict[str, Any] = tomllib.loads(path.read_text()) if path else {}
@@ -290,6 +298,9 @@ def load(kind: type[C], path: Path | None, environ: Mapping[str, str] = os.envir
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where}: not TOML: {error}") from error
     _override(kind, tables, environ)
+    for name, table in (options or {}).items():
+        under = tables.get(name)
+        tables[name] = under | table if isinstance(under, dict) else table
     return check(kind, tables, where)
 
 

@@ -134,7 +134,7 @@ def convert_apart(gguf: Path, into: Path, tell: Tell) -> None:
 def convert(gguf: Path, into: Path, tell: Tell) -> None:
     """Write a GGUF file's model as bfloat16 safetensors, with tokenizer and chat template."""
     tell("loading torch and transformers")
-    import torch  # noqa: PLC0415 - only here, in the process that converts
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 

@@ -1,0 +1,234 @@
+"""`pdrt chat`: talk to any OpenAI-compatible server from the terminal, token by token.
+
+One turn is one request on a connection of its own, so Ctrl-C in the middle of an answer closes
+it and thereby ends the work behind it. Works with questions on a pipe too, one a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, TextIO, TypeAlias
+
+from aiohttp import ClientError, ClientSession, ClientTimeout
+from rich.console import Console
+
+from pdrt.control.http import error_from_answer
+from pdrt.errors import PdrtError, Unavailable
+
+_HELP: Final = "/new forgets the conversation, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
+_CONNECT_S: Final = 5.0
+Message: TypeAlias = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How the answers are asked for."""
+
+    url: str  # with or without /v1
+    model: str = ""  # empty: the first that the server names
+    system: str = ""
+    max_tokens: int = 512
+    temperature: float = 0.5
+    api_key: str = field(default="", repr=False)
+
+    @property
+    def base(self) -> str:
+        return self.url.rstrip("/").removesuffix("/v1") + "/v1"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+@dataclass(slots=True)
+class Told:
+    """What is known of an answer when it has ended."""
+
+    text: str = ""
+    pieces: int = 0
+    tokens: int = 0
+    first_s: float = 0.0
+    total_s: float = 0.0
+    path: str = ""
+
+    def summary(self) -> str:
+        tokens = self.tokens or self.pieces
+        after_first = max(self.total_s - self.first_s, 1e-9)
+        rate = f", {(tokens - 1) / after_first:.0f} tokens/s" if tokens > 1 else ""
+        path = f", {self.path}" if self.path else ""
+        return f"{tokens} tokens, first after {self.first_s * 1000:.0f} ms{rate}{path}"
+
+
+async def data_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """The `data:` of server-sent events, however the bytes were cut, up to [DONE]."""
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                text = line[5:].strip().decode(errors="replace")
+                if text == "[DONE]":
+                    return
+                yield text
+
+
+async def ask(
+    session: ClientSession, manner: Manner, model: str, messages: list[Message], told: Told
+) -> AsyncIterator[str]:
+    """The answer's text as it comes; `told` gains the rest. Raises PdrtError."""
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": manner.max_tokens,
+        "temperature": manner.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    began = time.perf_counter()
+    try:
+        async with session.post(f"{manner.base}/chat/completions", json=body) as answer:
+            if answer.status != 200:
+                raise error_from_answer(answer.status, await answer.read(), manner.base)
+            told.path = answer.headers.get("x-pd-path", "")
+            async for data in data_lines(answer.content.iter_any()):
+                if piece := _piece(data, told):
+                    told.first_s = told.first_s or time.perf_counter() - began
+                    told.text += piece
+                    told.pieces += 1
+                    yield piece
+    except (ClientError, TimeoutError, OSError) as error:
+        raise Unavailable(f"{manner.base}: {error!r}") from error
+    finally:
+        told.total_s = time.perf_counter() - began
+
+
+def _piece(data: str, told: Told) -> str:
+    """The new text in one event; errors in the middle of a stream are raised."""
+    try:
+        event: dict[str, Any] = json.loads(data)
+    except ValueError as error:
+        raise Unavailable(f"the server sent what is no JSON: {data[:100]}") from error
+    if "error" in event:
+        raise error_from_answer(500, data.encode(), "stream")
+    if usage := event.get("usage"):
+        told.tokens = int(usage.get("completion_tokens", 0))
+    choices = event.get("choices") or [{}]
+    return str(choices[0].get("delta", {}).get("content") or "")
+
+
+async def first_model(session: ClientSession, base: str) -> str:
+    """The name of the first model that is served. Raises PdrtError."""
+    try:
+        async with session.get(f"{base}/models") as answer:
+            if answer.status != 200:
+                raise error_from_answer(answer.status, await answer.read(), base)
+            return str((await answer.json())["data"][0]["id"])
+    except (ClientError, TimeoutError, OSError) as error:
+        raise Unavailable(f"nobody serves at {base} ({error}): is `pdrt up` running?") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise Unavailable(f"{base}/models did not name a model") from error
+
+
+class Chat:
+    """A conversation. `lines` are what the person says; the answers go to `console`."""
+
+    def __init__(self, manner: Manner, console: Console, runner: asyncio.Runner) -> None:
+        self._manner, self._console, self._runner = manner, console, runner
+        self._model = manner.model
+        self._said: list[Message] = []
+        self.failures = 0
+
+    def open(self) -> None:
+        """Find out whom we talk to. Raises PdrtError."""
+        if not self._model:
+            self._model = self._runner.run(self._find_model())
+        self._forget()
+
+    @property
+    def model(self) -> str:
+        return self._model
+
+    def talk(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            match line.strip():
+                case "":
+                    continue
+                case "/quit" | "/exit":
+                    return
+                case "/new":
+                    self._forget()
+                case "/help":
+                    self._note(_HELP)
+                case text:
+                    self._turn(text)
+
+    def _turn(self, text: str) -> None:
+        self._said.append({"role": "user", "content": text})
+        told = Told()
+        try:
+            self._runner.run(self._answer(told))
+        except KeyboardInterrupt:
+            self._console.print()
+            self._note("stopped")
+        except PdrtError as error:
+            self.failures += 1
+            self._console.print()
+            self._note(f"{error.code}: {error}", "red")
+        if told.text:
+            self._said.append({"role": "assistant", "content": told.text})
+        else:
+            self._said.pop()  # as if it had not been asked
+
+    async def _answer(self, told: Told) -> None:
+        async with self._session() as session:
+            async for piece in ask(session, self._manner, self._model, self._said, told):
+                self._console.out(piece, end="", highlight=False)
+                self._console.file.flush()
+        self._console.print()
+        self._note(told.summary())
+
+    async def _find_model(self) -> str:
+        async with self._session() as session:
+            return await first_model(session, self._manner.base)
+
+    def _session(self) -> ClientSession:
+        timeout = ClientTimeout(total=None, sock_connect=_CONNECT_S)
+        return ClientSession(headers=self._manner.headers, timeout=timeout)
+
+    def _forget(self) -> None:
+        system = self._manner.system
+        self._said = [{"role": "system", "content": system}] if system else []
+
+    def _note(self, line: str, style: str = "dim") -> None:
+        if self._console.is_terminal or style != "dim":
+            self._console.print(line, style=style, markup=False, highlight=False)
+
+
+def questions(stdin: TextIO, prompt: Callable[[], str] | None) -> Iterator[str]:
+    """Lines from a person (with a prompt, ended by Ctrl-D or Ctrl-C) or from a pipe."""
+    if prompt is None:
+        yield from stdin
+        return
+    while True:
+        try:
+            yield prompt()
+        except (EOFError, KeyboardInterrupt):
+            return
+
+
+def chat(manner: Manner, console: Console, stdin: TextIO) -> int:
+    """Talk until the person leaves; the exit status. Raises PdrtError when nobody answers."""
+    with asyncio.Runner() as runner:
+        talk = Chat(manner, console, runner)
+        talk.open()
+        is_person = console.is_terminal and stdin.isatty()
+        if is_person:
+            console.print(f"{talk.model} at {manner.base}. {_HELP}", style="dim", markup=False)
+        talk.talk(questions(stdin, (lambda: input("> ")) if is_person else None))
+        if is_person:
+            console.print()
+        return 1 if talk.failures and not is_person else 0

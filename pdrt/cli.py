@@ -1,0 +1,303 @@
+"""The `pdrt` command: options become config objects, errors become one line and an exit status.
+
+Thin on purpose: each command imports what it runs only when it runs, so `--help` is quick and
+a router never loads torch. Exit status: 0 well, 1 it failed, 2 the command or a setting is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+
+from pdrt import __version__, config
+from pdrt.config import NodeConfig, RouterConfig
+from pdrt.errors import ConfigError, PdrtError
+
+app = typer.Typer(
+    name="pdrt",
+    help="Serves large language models with prefill and decode on separate instances.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+C = TypeVar("C", NodeConfig, RouterConfig)
+
+
+class RoleName(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    HYBRID = "hybrid"
+
+
+ModelOption = Annotated[
+    str, typer.Option(help="A Hugging Face directory, `demo`, or `null` for no model.")
+]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+ConfOption = Annotated[Path | None, typer.Option(help="A TOML file; see conf/ for examples.")]
+Count = Annotated[int | None, typer.Option(min=0)]
+Size = Annotated[int, typer.Option(min=1)]
+
+
+@app.command(
+    epilog="Examples: `pdrt up` · `pdrt up --prefill 2 --decode 2` ·"
+    " `pdrt up --hybrid 1 --model ./Qwen3-0.6B`"
+)
+def up(
+    prefill: Count = None,
+    decode: Count = None,
+    hybrid: Count = None,
+    prefill_tp: Size = 1,
+    decode_tp: Size = 1,
+    decode_dp: Size = 1,
+    model: ModelOption = "",
+    dtype: DtypeOption = "",
+    transport: Annotated[str, typer.Option(help="How KV moves: auto or shm.")] = "",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Open a chat; leaving it stops all.")
+    ] = False,
+) -> None:
+    """Start a whole cluster on this machine: 1 prefill, 1 decode and a router unless told.
+
+    Ctrl-C drains and stops it.
+    """
+    from pdrt.up.layout import Wanted
+    from pdrt.up.shell import up as bring_up
+
+    chosen = {"model": {name: v for name, v in (("path", model), ("dtype", dtype)) if v}}
+    chosen["transfer"] = {"transport": transport} if transport else {}
+    defaults = config.load(NodeConfig, None, options=chosen)
+    is_hybrid_only = bool(hybrid) and prefill is None and decode is None
+    usual = 0 if is_hybrid_only else 1
+    wanted = Wanted(
+        prefill=usual if prefill is None else prefill,
+        decode=usual if decode is None else decode,
+        hybrid=hybrid or 0,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        decode_dp=decode_dp,
+        dtype=dtype,
+        transport=transport,
+    )
+    wanted.check()
+    wanted = replace(wanted, model=_model_directory(defaults.model.path))
+    raise typer.Exit(bring_up(wanted, defaults, _out(), os.environ, with_chat=chat))
+
+
+@app.command(
+    "demo-model",
+    epilog="Example: `pdrt generate 'Hello' --model $(pdrt demo-model --path)`",
+)
+def demo_model(
+    path: Annotated[
+        bool, typer.Option("--path", help="Print the directory and nothing else.")
+    ] = False,
+) -> None:
+    """Prepare the demo model (SmolLM2-135M-Instruct, 269 MB) in your cache directory."""
+    made = _model_directory("demo")
+    typer.echo(made if path else f"the demo model is in {made}")
+
+
+@app.command(
+    epilog="Example: `pdrt node --role prefill --conf conf/prefill.toml`, and so for decode,"
+    " then `pdrt router --conf conf/router.toml`"
+)
+def node(
+    role: Annotated[RoleName, typer.Option(help="What this node does.")],
+    conf: ConfOption = None,
+    node_index: Annotated[int, typer.Option(min=0, help="Place in [parallel] ips.")] = 0,
+) -> None:
+    """Run one node: a supervisor and its device workers."""
+    from pdrt.node import main as run_node
+
+    settings = config.load(NodeConfig, conf)
+    settings = _with_model(_with_key(settings, config.is_loopback(settings.parallel.local_ip)))
+    raise typer.Exit(run_node(role.value, settings, node_index))
+
+
+@app.command(
+    epilog="Examples: `pdrt router --conf conf/router.toml` ·"
+    " `pdrt router --prefill-addrs 10.0.0.1:8001 --decode-addrs 10.0.0.2:8100,10.0.0.3:8100`"
+)
+def router(
+    conf: ConfOption = None,
+    prefill_addrs: Annotated[str, typer.Option(help="Leaders, host:port, comma-separated.")] = "",
+    decode_addrs: Annotated[str, typer.Option(help="Leaders, host:port, comma-separated.")] = "",
+    hybrid_addrs: Annotated[str, typer.Option(help="Leaders, host:port, comma-separated.")] = "",
+) -> None:
+    """Run the router, the one address that clients talk to."""
+    from pdrt.control.router import main as run_router
+
+    named = {"prefill": prefill_addrs, "decode": decode_addrs, "hybrid": hybrid_addrs}
+    targets = {role: _targets(text) for role, text in named.items() if text}
+    if conf is None and not targets:
+        raise ConfigError("no targets: give --conf FILE, or --prefill-addrs and --decode-addrs")
+    if conf is not None and targets:
+        raise ConfigError("give either --conf or addresses, not both")
+    settings = config.load(RouterConfig, conf, options=targets)
+    hosts = [t.http for t in (*settings.prefill, *settings.decode, *settings.hybrid)]
+    is_local = all(map(_is_loopback_target, hosts)) and config.is_loopback(settings.local_ip)
+    raise typer.Exit(run_router(_with_key(settings, is_local)))
+
+
+@app.command(epilog="Example: `pdrt generate 'The capital of France is' --max-tokens 32`")
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to continue; `-` reads standard input.")],
+    model: ModelOption = "",
+    dtype: DtypeOption = "",
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt.")] = False,
+) -> None:
+    """Generate in this process, prefill and decode together; streams to the terminal."""
+    from pdrt.messages import Sampling
+    from pdrt.offline import generate as run_here
+
+    chosen = {name: v for name, v in (("path", model), ("dtype", dtype)) if v}
+    settings = config.load(NodeConfig, None, options={"model": chosen})
+    text = sys.stdin.read() if prompt == "-" else prompt
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    raise typer.Exit(run_here(text, _with_model(settings), sampling, _out(), is_raw=raw))
+
+
+@app.command(epilog="Example: `pdrt chat --url http://127.0.0.1:8000`")
+def chat(
+    url: Annotated[
+        str, typer.Option(help="Any OpenAI-compatible server.")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[str, typer.Option(help="Empty: the first that the server names.")] = "",
+    system: Annotated[str, typer.Option(help="A system message.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.5,
+    api_key: Annotated[str, typer.Option(envvar="PDRT_API_KEY", show_default=False)] = "",
+) -> None:
+    """Talk to a served model, token by token. Reads questions from a pipe too, one a line."""
+    from pdrt.chat import Manner
+    from pdrt.chat import chat as talk
+
+    manner = Manner(
+        url=url,
+        model=model,
+        system=system,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        api_key=api_key,
+    )
+    raise typer.Exit(talk(manner, _out(), sys.stdin))
+
+
+@app.command(epilog="Example: `pdrt doctor --conf conf/decode.toml --role decode`")
+def doctor(conf: ConfOption = None, role: RoleName | None = None) -> None:
+    """Check config, model, memory, ports, peers and transports; one line each, with advice."""
+    from pdrt.doctor import examine, show
+
+    findings = examine(conf, role.value if role else None, config.cache_dir())
+    raise typer.Exit(show(findings, _out()))
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"pdrt {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Where `pdrt` starts. A mistake of the user is one line, never a traceback."""
+    try:
+        app()
+    except ConfigError as error:
+        _fail(error, 2)
+    except PdrtError as error:
+        _fail(error, 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(error: PdrtError, status: int) -> None:
+    typer.echo(f"pdrt: {str(error) or error.code}", err=True)
+    sys.exit(status)
+
+
+def _out() -> Console:
+    return Console(highlight=False)
+
+
+def _model_directory(path: str) -> str:
+    """A real directory (or `null`): the demo model is prepared when it is asked for."""
+    if path != "demo":
+        return path if path == "null" else str(Path(path).expanduser().resolve())
+    from pdrt import demo
+
+    console = Console(stderr=True, highlight=False)
+    cache = config.cache_dir()
+    if demo.is_prepared(cache):
+        return str(demo.directory(cache))
+    with console.status("preparing the demo model") as status:
+
+        def tell(stage: str) -> None:
+            console.print(f"demo model: {stage}", style="dim", markup=False)
+            status.update(f"demo model: {stage}")
+            if stage.startswith("downloading"):
+                status.stop()  # pip draws its own progress
+            else:
+                status.start()
+
+        return str(demo.prepare(cache, tell))
+
+
+def _with_model(settings: NodeConfig) -> NodeConfig:
+    path = _model_directory(settings.model.path)
+    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
+
+
+def _with_key(settings: C, is_local: bool) -> C:
+    """Processes of one user on loopback share a key file; anything else must name its key."""
+    if not is_local or settings.security.cluster_key() is not None:
+        return settings
+    file = config.user_key_file()
+    _make_key(file)
+    security = settings.security.model_copy(update={"key_file": str(file)})
+    return settings.model_copy(update={"security": security})
+
+
+def _make_key(file: Path) -> None:
+    """Written whole under another name first: who comes second finds it or makes the same link."""
+    if file.exists():
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fresh = file.with_name(f".key-{secrets.token_hex(8)}")
+        fresh.touch(mode=0o600)
+        fresh.write_text(secrets.token_hex(32) + "\n")
+        try:
+            os.link(fresh, file)
+        except FileExistsError:
+            return
+        finally:
+            fresh.unlink()
+    except OSError as error:
+        raise ConfigError(f"the key file {file} cannot be made: {error}") from error
+
+
+def _targets(text: str) -> list[dict[str, str]]:
+    return [{"http": one.strip()} for one in text.split(",") if one.strip()]
+
+
+def _is_loopback_target(http: str) -> bool:
+    from pdrt.control.instances import base_url
+
+    _, where = base_url(http)
+    return config.is_loopback(where.rpartition(":")[0].strip("[]"))

@@ -1,0 +1,252 @@
+"""`pdrt doctor`: one line a check, and what to do about each that fails.
+
+Looks and never changes anything; loads no model. A check gives findings: fine, worth knowing,
+or wrong, and only what is wrong makes the exit status non-zero.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from rich.console import Console
+from rich.text import Text
+
+from pdrt import demo
+from pdrt.config import NodeConfig, Role, RouterConfig, is_loopback, load, user_key_file
+from pdrt.control.instances import base_url
+from pdrt.errors import ConfigError, PdrtError
+from pdrt.modelspec import ModelSpec
+
+_TOUCH_S: Final = 1.0
+
+
+class Verdict(StrEnum):
+    FINE = "ok"
+    NOTE = "note"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    verdict: Verdict
+    what: str
+    advice: str = ""
+
+
+Check: TypeAlias = Callable[[], Iterator[Finding]]
+
+
+def fine(what: str) -> Finding:
+    return Finding(Verdict.FINE, what)
+
+
+def note(what: str, advice: str = "") -> Finding:
+    return Finding(Verdict.NOTE, what, advice)
+
+
+def wrong(what: str, advice: str) -> Finding:
+    return Finding(Verdict.WRONG, what, advice)
+
+
+def examine(conf: Path | None, role: Role | None, cache: Path) -> Iterator[Finding]:
+    """All that can be said about a node or a router with this config."""
+    yield from _system()
+    try:
+        if conf is not None and is_router(conf):
+            router = load(RouterConfig, conf)
+            yield fine(f"config: {conf} is a router's and can be read")
+            yield from _router(router)
+        else:
+            node = load(NodeConfig, conf)
+            yield fine(f"config: {conf or 'defaults and environment'} can be read")
+            yield from _node(node, role, cache)
+    except ConfigError as error:
+        yield wrong(f"config: {error}", "correct the file or the PDRT_* variable named there")
+    yield from _transports()
+    yield from _devices()
+
+
+def is_router(conf: Path) -> bool:
+    """Whether a file names targets, as only a router's does. An unreadable one is not."""
+    try:
+        return bool(
+            {"prefill", "decode", "hybrid", "policy"} & tomllib.loads(conf.read_text()).keys()
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def _system() -> Iterator[Finding]:
+    missing = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
+    if missing:
+        yield wrong(f"system: no {' and '.join(missing)}", "pdrt needs Linux 5.3 or newer")
+    else:
+        yield fine(f"system: Linux {os.uname().release}, {os.cpu_count()} cores")
+
+
+def _node(config: NodeConfig, role: Role | None, cache: Path) -> Iterator[Finding]:
+    weights = 0
+    for finding, size in _model(config, cache):
+        weights += size
+        yield finding
+    yield from _memory(config, weights)
+    host = config.parallel.local_ip
+    yield from _address(host)
+    yield from _ports(config, role, host)
+    yield from _key(config.security.cluster_key() is not None, host)
+
+
+def _router(config: RouterConfig) -> Iterator[Finding]:
+    yield from _address(config.local_ip)
+    yield _port("router", config.local_ip, config.ports.router)
+    yield from _key(config.security.cluster_key() is not None, config.local_ip)
+    for target in (*config.prefill, *config.decode, *config.hybrid):
+        yield _peer(target.http)
+
+
+def _model(config: NodeConfig, cache: Path) -> Iterator[tuple[Finding, int]]:
+    path = config.model.path
+    if path == "demo":
+        if not demo.is_prepared(cache):
+            yield note("model: the demo model is not prepared yet", "pdrt demo-model"), 0
+            return
+        path = str(demo.directory(cache))
+    try:
+        spec = ModelSpec.read(path, config.model.max_model_len)
+    except PdrtError as error:
+        yield wrong(f"model: {error}", "name another directory in [model] path"), 0
+        return
+    size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    yield (
+        fine(
+            f"model: {path}: {spec.architecture}, {spec.layers} layers, up to"
+            f" {spec.max_model_len} tokens, {size / 1e6:.0f} MB of weights"
+        ),
+        size,
+    )
+
+
+def _memory(config: NodeConfig, weights: int) -> Iterator[Finding]:
+    told = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
+    )
+    total, available = (int(told[k].split()[0]) << 10 for k in ("MemTotal", "MemAvailable"))
+    wanted = config.scheduler.kv_memory
+    pool = int(wanted * total) if wanted <= 1 else int(wanted)
+    workers = config.parallel.devices_per_node
+    need = workers * (pool + weights)
+    says = (
+        f"memory: {need / 1e9:.1f} GB for {workers} worker(s) with a KV pool of"
+        f" {pool / 1e9:.1f} GB each; {available / 1e9:.1f} GB are free"
+    )
+    if need > available:
+        yield wrong(says, "lower [scheduler] kv_memory, or free memory")
+    else:
+        yield fine(says)
+
+
+def _address(host: str) -> Iterator[Finding]:
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.bind(where)
+    except OSError as error:
+        advice = "set local_ip to an address of this host that peers can reach"
+        yield wrong(f"address: {host} is not on this host: {error.strerror or error}", advice)
+    else:
+        yield fine(f"address: {host} is on this host")
+
+
+def _ports(config: NodeConfig, role: Role | None, host: str) -> Iterator[Finding]:
+    ports = config.ports
+    wanted: dict[Role, dict[str, int]] = {
+        "prefill": {"prefill": ports.prefill, "bootstrap": ports.bootstrap},
+        "decode": {"decode": ports.decode},
+        "hybrid": {"hybrid": ports.hybrid},
+    }
+    for one in [role] if role else wanted:
+        for name, port in wanted[one].items():
+            yield _port(name, host, port)
+
+
+def _port(name: str, host: str, port: int) -> Finding:
+    if not port:
+        return fine(f"port: {name} takes a free one on {host}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return wrong(
+                f"port: {port} on {host} ({name}): {error.strerror}",
+                f"stop what uses it, or set [ports] {name}",
+            )
+    return fine(f"port: {port} on {host} ({name}) is free")
+
+
+def _key(has_key: bool, host: str) -> Iterator[Finding]:
+    if has_key:
+        yield fine("cluster key: configured")
+    elif is_loopback(host):
+        yield fine(f"cluster key: none named; on loopback {user_key_file()} is used")
+    else:
+        yield wrong(
+            "cluster key: none, and the node is not on loopback",
+            "put the same 16 or more random characters on all hosts: openssl rand -hex 32 >"
+            " FILE, then [security] key_file = FILE",
+        )
+
+
+def _peer(http: str) -> Finding:
+    try:
+        _, where = base_url(http)
+        host, _, port = where.rpartition(":")
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_TOUCH_S):
+            return fine(f"peer: {http} accepts connections")
+    except (OSError, ValueError, ConfigError) as error:
+        return note(f"peer: {http}: {error}", "start it, or correct the router's targets")
+
+
+def _transports() -> Iterator[Finding]:
+    yield fine("transport: shm, for peers on one host")
+    for name in ("tcp", "nixl", "mooncake", "memfabric"):
+        yield note(f"transport: {name} is not built into this version")
+
+
+def _devices() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        yield wrong("device: torch is not installed", "pip install torch")
+    else:
+        yield fine("device: cpu")
+    for kind, module, node in (
+        ("cuda", "torch", "/dev/nvidiactl"),
+        ("npu", "torch_npu", "/dev/davinci_manager"),
+    ):
+        if Path(node).exists() and importlib.util.find_spec(module) is not None:
+            yield note(f"device: {kind} is there; pdrt's {kind} path is not verified on hardware")
+        else:
+            yield note(f"device: no {kind} on this host (and not verified on hardware)")
+
+
+def show(findings: Iterator[Finding], console: Console) -> int:
+    """Print them as they come; the exit status."""
+    is_well = True
+    styles = {Verdict.FINE: "green", Verdict.NOTE: "yellow", Verdict.WRONG: "bold red"}
+    for finding in findings:
+        is_well = is_well and finding.verdict is not Verdict.WRONG
+        line = Text(f"{finding.verdict:<6}", style=styles[finding.verdict]).append(
+            finding.what, style="default"
+        )
+        console.print(line, soft_wrap=True)
+        if finding.advice:
+            console.print(Text(f"       -> {finding.advice}", style="dim"), soft_wrap=True)
+    return 0 if is_well else 1

@@ -1,0 +1,181 @@
+"""Which processes make the cluster that was asked for, where each stands and how it is set.
+
+Pure: an instance gets a loopback address of its own (127.0.0.2, 127.0.0.3, ...), so that the
+well-known ports need no change; the router has 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+from pdrt.config import PortsSection, Role
+from pdrt.errors import ConfigError
+
+ROUTER_HOST: Final = "127.0.0.1"
+_MOST_PARTS: Final = 200
+_MOST_OF_MEMORY: Final = 0.4  # of the machine, for the KV pools of all workers together
+_DEFAULT_SHARE: Final = 0.1
+
+Value: TypeAlias = "str | int | float | bool"
+Tables: TypeAlias = dict[str, dict[str, Value]]
+FreePort: TypeAlias = Callable[[str], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the command line asked for; `None` and "" leave a setting to its default."""
+
+    prefill: int = 1
+    decode: int = 1
+    hybrid: int = 0
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    decode_dp: int = 1
+    model: str = "demo"
+    name: str = ""
+    dtype: str = ""
+    transport: str = ""
+
+    def check(self) -> None:
+        """Raises ConfigError for a cluster that cannot serve."""
+        if not self.prefill and not self.decode and not self.hybrid:
+            raise ConfigError("nothing to start: give --prefill and --decode, or --hybrid")
+        if bool(self.prefill) != bool(self.decode):
+            raise ConfigError(
+                f"--prefill {self.prefill} --decode {self.decode}: they come together;"
+                " at least one of each, or only --hybrid"
+            )
+        for name, size in (("--prefill-tp", self.prefill_tp), ("--decode-tp", self.decode_tp)):
+            if size != 1:
+                raise ConfigError(f"{name} {size}: this version serves tp = 1 only")
+        if self.prefill + self.decode + self.hybrid > _MOST_PARTS:
+            raise ConfigError(f"more than {_MOST_PARTS} instances on one machine")
+
+    @property
+    def workers(self) -> int:
+        return self.prefill + self.decode * self.decode_dp + self.hybrid
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process to start: a node or the router."""
+
+    name: str  # "prefill 0", "router"
+    role: Role | Literal["router"]
+    host: str
+    port: int  # of its HTTP API
+    workers: int
+    tables: Tables
+    targets: tuple[tuple[Role, str, str], ...] = ()  # router: (role, http, bootstrap)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """What it will bind, to be found free beforehand."""
+        bootstrap = self.tables["ports"]["bootstrap"] if self.role == "prefill" else 0
+        return (self.port, int(bootstrap)) if bootstrap else (self.port,)
+
+    def arguments(self, conf: Path) -> list[str]:
+        """What stands behind `python -m pdrt`."""
+        if self.role == "router":
+            return ["router", "--conf", str(conf)]
+        return ["node", "--role", self.role, "--conf", str(conf)]
+
+    def toml(self) -> str:
+        return to_toml(self.tables, self.targets)
+
+
+def lay_out(
+    wanted: Wanted, ports: PortsSection, key_file: Path, cores: int, free_port: FreePort
+) -> list[Part]:
+    """The nodes and, last, the router. Ports set to 0 are chosen by `free_port(host)`."""
+    wanted.check()
+    nodes = list(_nodes(wanted, ports, key_file, max(1, cores // wanted.workers), free_port))
+    port = ports.router or free_port(ROUTER_HOST)
+    router = Part(
+        "router",
+        "router",
+        ROUTER_HOST,
+        port,
+        0,
+        {
+            "security": {"key_file": str(key_file)},
+            "ports": {"router": port},
+            "log": {"format": "json"},
+        },
+        tuple((n.role, n.url, _bootstrap(n)) for n in nodes if n.role != "router"),
+    )
+    return [*nodes, router]
+
+
+def _nodes(
+    wanted: Wanted, ports: PortsSection, key_file: Path, threads: int, free_port: FreePort
+) -> Iterator[Part]:
+    at = 1
+    counts: tuple[tuple[Role, int, int], ...] = (
+        ("prefill", wanted.prefill, 1),
+        ("decode", wanted.decode, wanted.decode_dp),
+        ("hybrid", wanted.hybrid, 1),
+    )
+    for role, count, dp in counts:
+        for number in range(count):
+            at += 1
+            host = f"127.0.0.{at}"
+            port = {"prefill": ports.prefill, "decode": ports.decode, "hybrid": ports.hybrid}[role]
+            port = port or free_port(host)
+            tables = _node_tables(wanted, dp, threads, key_file)
+            tables["parallel"]["local_ip"] = host
+            tables["ports"] = {role: port}
+            if role == "prefill":
+                tables["ports"]["bootstrap"] = ports.bootstrap or free_port(host)
+            yield Part(f"{role} {number}", role, host, port, dp, tables)
+
+
+def _node_tables(wanted: Wanted, dp: int, threads: int, key_file: Path) -> Tables:
+    tables: Tables = {
+        "model": {"path": wanted.model},
+        "device": {"threads": threads},
+        "parallel": {"world_size": dp, "dp": dp, "devices_per_node": dp},
+        "security": {"key_file": str(key_file)},
+        "log": {"format": "json"},
+    }
+    if wanted.name:
+        tables["model"]["name"] = wanted.name
+    if wanted.dtype:
+        tables["model"]["dtype"] = wanted.dtype
+    if wanted.transport:
+        tables["transfer"] = {"transport": wanted.transport}
+    if (share := _MOST_OF_MEMORY / wanted.workers) < _DEFAULT_SHARE:
+        tables["scheduler"] = {"kv_memory": round(share, 4)}
+    return tables
+
+
+def _bootstrap(node: Part) -> str:
+    return f"{node.host}:{node.tables['ports']['bootstrap']}" if node.role == "prefill" else ""
+
+
+def child_environment(part: Part, environ: Mapping[str, str]) -> dict[str, str]:
+    """What a child inherits: PDRT_<TABLE>_<KEY> holds for it too, but not over what is written."""
+    written = {f"PDRT_{t}_{key}".upper() for t, table in part.tables.items() for key in table}
+    gone = written | {"PDRT_SECURITY_KEY"}
+    kept = {name: value for name, value in environ.items() if name not in gone}
+    return {name: value for name, value in kept.items() if not name.startswith("PDRT_PORTS_")}
+
+
+def to_toml(tables: Tables, targets: tuple[tuple[Role, str, str], ...] = ()) -> str:
+    """The config file's text. A JSON string, number or bool is a TOML one too."""
+    lines = []
+    for name, table in tables.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(v)}" for key, v in table.items()), ""]
+    for role, http, bootstrap in targets:
+        lines += [f"[[{role}]]", f"http = {json.dumps(http)}"]
+        lines += [f"bootstrap = {json.dumps(bootstrap)}"] if bootstrap else []
+        lines.append("")
+    return "\n".join(lines)

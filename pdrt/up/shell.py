@@ -1,0 +1,260 @@
+"""`pdrt up`: starts the parts, tells when they serve, watches them, and takes them down again.
+
+It restarts nothing: a node restarts its own workers, and a dead node is reported with its last
+words. The first Ctrl-C drains, the second ends at once. Nothing is left behind, neither after
+that nor, but for a directory that the next `pdrt up` removes, after a kill -9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import uvloop
+from aiohttp import ClientError, ClientSession, ClientTimeout
+from rich.console import Console
+
+from pdrt.config import NodeConfig
+from pdrt.errors import PeerLost, Unavailable
+from pdrt.keys import ClusterKey
+from pdrt.up.layout import Part, Wanted, child_environment, lay_out
+from pdrt.up.place import check_free, free_port, new_key, private_folder
+from pdrt.up.processes import Child, command, end
+from pdrt.up.screen import Screen, read_loaded, status_line
+
+_LOOK_S: Final = 0.1
+_STATUS_S: Final = 1.0
+_ASK_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    startup_s: float
+    drain_s: float
+
+
+class Asked:
+    """What signals asked for: to stop, and then to stop at once."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self.ignores_interrupts = False  # while another program has the terminal
+
+    def listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self.heard, number)
+
+    def heard(self, number: int) -> None:
+        if number == signal.SIGINT and self.ignores_interrupts:
+            return
+        if self.stop.is_set():
+            self.hurry.set()
+        self.stop.set()
+
+    async def stop_within(self, seconds: float) -> None:
+        """Return after that long, or at once when it is time to stop."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.stop.wait()
+
+
+Program: TypeAlias = Callable[[Part, Path], list[str]]
+Meanwhile: TypeAlias = Callable[
+    [str, Asked], Awaitable[None]
+]  # given the router's URL; ends the cluster
+
+
+class Cluster:
+    """The parts as running processes. Used once: `serve` starts and ends them."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        folder: Path,
+        key: ClusterKey,
+        screen: Screen,
+        environ: Mapping[str, str],
+        program: Program = command,
+    ) -> None:
+        self._parts, self._folder, self._screen, self._environ = parts, folder, screen, environ
+        self._program = program
+        self._headers = {"authorization": f"Bearer {key.bearer()}"}
+        self._children: list[Child] = []
+        self._router = next(part for part in parts if part.role == "router")
+
+    async def serve(self, patience: Patience, meanwhile: Meanwhile | None = None) -> int:
+        """Run until asked to stop; the exit status. Raises PdrtError when it cannot start."""
+        asked = Asked()
+        asked.listen()
+        try:
+            await self._start()
+            if await self._becomes_ready(asked, patience.startup_s):
+                self._tell_ready()
+                if meanwhile is None:
+                    await self._watch(asked)
+                else:
+                    self._screen.rest()
+                    await meanwhile(self._router.url, asked)
+            self._screen.rest()
+        finally:
+            is_clean = await self._end(asked, patience.drain_s)
+        return 0 if is_clean else 1
+
+    async def _start(self) -> None:
+        for part in self._parts:
+            conf = self._folder / f"{part.name.replace(' ', '-')}.toml"
+            conf.write_text(part.toml())
+            self._screen.starting(part)
+            child = await Child.start(
+                part,
+                self._program(part, conf),
+                conf.with_suffix(".log"),
+                child_environment(part, self._environ),
+            )
+            self._children.append(child)
+
+    async def _becomes_ready(self, asked: Asked, within_s: float) -> bool:
+        """False when asked to stop before. Raises PeerLost or Unavailable when it never will."""
+        async with self._session() as session:
+            for _ in range(int(within_s / _LOOK_S) + 1):
+                self._hear()
+                for child in self._children:
+                    if child.exit_status is not None:
+                        self._tell_end(child)
+                        raise PeerLost(f"{child.part.name} ended before the cluster was ready")
+                if await _is_ready(session, self._router.url):
+                    return True
+                await asked.stop_within(_LOOK_S)
+                if asked.stop.is_set():
+                    return False
+            reason = await _ask(session, f"{self._router.url}/ready")
+        raise Unavailable(f"not ready after {within_s:g} s; the router says: {reason}")
+
+    def _hear(self) -> None:
+        for child in self._children:
+            for line in child.new_lines():
+                if loaded := read_loaded(line):
+                    self._screen.loading(child.part, loaded)
+
+    def _tell_ready(self) -> None:
+        for part in self._parts:
+            self._screen.is_ready(part)
+        self._screen.rest()
+        nodes = ", ".join(f"{part.name} at {part.url}" for part in self._parts[:-1])
+        self._screen.say(f"ready: {self._router.url}/v1", "bold green")
+        self._screen.say(f"{nodes}; logs in {self._folder}", "dim")
+
+    async def _watch(self, asked: Asked) -> None:
+        """Show the load and report the dead until asked to stop, or until nobody is left."""
+        self._screen.say("Ctrl-C drains and stops", "dim")
+        async with self._session() as session:
+            while not asked.stop.is_set():
+                self._hear()
+                for child in self._children:
+                    if child.exit_status is not None and not child.is_told:
+                        self._tell_end(child)
+                living = [child for child in self._children if child.exit_status is None]
+                if not living:
+                    return
+                self._screen.status(status_line(await self._statuses(session, living)))
+                await asked.stop_within(_STATUS_S)
+
+    async def _statuses(
+        self, session: ClientSession, living: Sequence[Child]
+    ) -> dict[str, Mapping[str, Any] | None]:
+        nodes = [child.part for child in living if child.part.role != "router"]
+        told = await asyncio.gather(*(_ask(session, f"{n.url}/internal/status") for n in nodes))
+        return {
+            node.name: answer if isinstance(answer, Mapping) else None
+            for node, answer in zip(nodes, told, strict=True)
+        }
+
+    def _tell_end(self, child: Child) -> None:
+        child.is_told = True
+        self._screen.problem(
+            f"{child.part.name} ended with exit status {child.exit_status}; its last words:",
+            child.last_lines(),
+        )
+
+    async def _end(self, asked: Asked, grace_s: float) -> bool:
+        """Router first, so that what is under way finishes. Whether all ended as they should."""
+        router = [child for child in self._children if child.part.role == "router"]
+        nodes = [child for child in self._children if child.part.role != "router"]
+        failed = [child for child in self._children if child.exit_status]
+        if router or nodes:
+            self._screen.say("draining; Ctrl-C again ends at once", "dim")
+        until = time.monotonic() + grace_s + 1.0
+        killed = await end(router, grace_s, asked.hurry)
+        killed += await end(nodes, max(1.0, until - time.monotonic()), asked.hurry)
+        for child in killed:
+            self._screen.problem(f"{child.part.name} did not end in time and was killed")
+        for child in self._children:
+            if child.exit_status and child not in killed and not child.is_told:
+                self._tell_end(child)
+                failed.append(child)
+            child.close()
+        return not killed and not failed
+
+    def _session(self) -> ClientSession:
+        return ClientSession(headers=self._headers, timeout=ClientTimeout(total=_ASK_S))
+
+
+async def _is_ready(session: ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/ready") as answer:
+            return answer.status == 200
+    except (ClientError, TimeoutError, OSError):
+        return False
+
+
+async def _ask(session: ClientSession, url: str) -> object:
+    """The JSON answer, or what went wrong as text."""
+    try:
+        async with session.get(url) as answer:
+            return await answer.json()
+    except (ClientError, TimeoutError, OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def up(
+    wanted: Wanted,
+    defaults: NodeConfig,
+    console: Console,
+    environ: Mapping[str, str],
+    *,
+    with_chat: bool = False,
+) -> int:
+    """Bring the cluster up, and return when it is down again. Raises PdrtError."""
+    with private_folder() as folder:
+        key_file = folder / "key"
+        key = new_key(key_file)
+        parts = lay_out(wanted, defaults.ports, key_file, os.cpu_count() or 1, free_port)
+        check_free(parts)
+        patience = Patience(defaults.timeouts.startup_s, defaults.timeouts.drain_s)
+        with Screen(console) as screen, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+            cluster = Cluster(parts, folder, key, screen, environ)
+            return loop.run(cluster.serve(patience, _chat if with_chat else None))
+
+
+async def _chat(url: str, asked: Asked) -> None:
+    """Give the terminal to `pdrt chat`; Ctrl-C is its business until it ends."""
+    asked.ignores_interrupts = True
+    chat = await asyncio.create_subprocess_exec(sys.executable, "-m", "pdrt", "chat", "--url", url)
+    async with asyncio.TaskGroup() as tasks:
+        over = tasks.create_task(chat.wait())
+        stopped = tasks.create_task(asked.stop.wait())
+        await asyncio.wait([over, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not over.done():
+            chat.terminate()
+        stopped.cancel()
+    asked.ignores_interrupts = False
