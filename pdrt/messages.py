@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal, TypeAlias, TypeVar, cast, dataclas
 
 import msgpack
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from pdrt.errors import BadMessage
@@ -21,13 +21,17 @@ T = TypeVar("T")
 
 PROTOCOL: Final = 1
 MAX_MESSAGE_BYTES: Final = 1 << 24
+# Between ranks: no arrays, small maps, and bulk in one bin only, for an empty list is one byte
+# on the wire and 64 in memory.
+MAX_PEER_BYTES: Final = (1 << 20) + (1 << 16)
 _LIMITS: Final = {
     "max_bin_len": 1 << 23,
     "max_str_len": 1 << 16,
     "max_array_len": 1 << 14,
-    "max_map_len": 64,
+    "max_map_len": 1 << 12,
     "max_ext_len": 0,
 }
+_PEER_LIMITS: Final = _LIMITS | {"max_bin_len": 1 << 20, "max_array_len": 64, "max_map_len": 64}
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
@@ -38,10 +42,21 @@ def _wire(cls: type[T]) -> type[T]:
 
 
 U32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+U31 = Annotated[int, Field(ge=0, lt=1 << 31)]
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]  # no integer here is too big for msgpack
+Number = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Room = Annotated[int, Field(ge=0, lt=1 << 63)]
 Short = Annotated[str, Field(max_length=512)]
-Text = Annotated[str, Field(max_length=8192)]
+# Words for people are cut to size, not refused: an error must not fail on its way.
+Words = Annotated[str, BeforeValidator(lambda value: _cut(value, 512))]
+Text = Annotated[str, BeforeValidator(lambda value: _cut(value, 8192))]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
+
+
+def _cut(value: object, characters: int) -> object:
+    if not isinstance(value, str):
+        return value
+    return value[:characters].encode(errors="replace").decode()  # no half of a surrogate pair
 
 
 def pack_ids(ids: "np.typing.ArrayLike") -> bytes:
@@ -85,22 +100,24 @@ class KvLayout:
         """Fields in which two layouts disagree, with both values."""
         names = ("block_size", "dtype", "layers", "kv_heads", "head_dim", "kind")
         pairs = ((n, getattr(self, n), getattr(other, n)) for n in names)
-        return [f"{name}: {mine} here, {theirs} there" for name, mine, theirs in pairs if mine != theirs]
+        return [
+            f"{name}: {mine} here, {theirs} there" for name, mine, theirs in pairs if mine != theirs
+        ]
 
 
 @_wire
 class Sampling:
     """How tokens are drawn and when an answer ends. Stop strings are the leader's business."""
 
-    max_tokens: Annotated[int, Field(ge=1)] = 128
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] = 128
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0  # 0 = off
+    top_k: U31 = 0  # 0 = off
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[U31, ...], Field(max_length=1024)] = ()
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
 
@@ -110,17 +127,17 @@ class Process:
     """Names one process for good: `host` is boot id and pid namespace, `started` in clock ticks."""
 
     host: Short
-    pid: Annotated[int, Field(ge=1)]
-    started: Annotated[int, Field(ge=0)]
+    pid: Annotated[int, Field(ge=1, lt=1 << 31)]
+    started: Count
 
 
 @_wire
 class Rank:
     """A worker's place in its instance."""
 
-    dp: Annotated[int, Field(ge=0)] = 0
-    cp: Annotated[int, Field(ge=0)] = 0
-    tp: Annotated[int, Field(ge=0)] = 0
+    dp: U31 = 0
+    cp: U31 = 0
+    tp: U31 = 0
 
     def __str__(self) -> str:
         return f"{self.dp},{self.cp},{self.tp}"
@@ -130,9 +147,9 @@ class Rank:
 class Problem:
     """An error as a value: what the client will read."""
 
-    code: Short
+    code: Words
     message: Text
-    stage: Short = ""
+    stage: Words = ""
 
 
 @_wire
@@ -141,7 +158,7 @@ class Source:
 
     host: Short
     port: Annotated[int, Field(ge=1, le=65535)]
-    dp_rank: int = -1  # -1: ask the bootstrap server
+    dp_rank: Number = -1  # -1: ask the bootstrap server
 
 
 @_wire
@@ -154,11 +171,11 @@ class Region:
 
     transport: Short
     handle: Annotated[bytes, Field(max_length=65536)]
-    size: Annotated[int, Field(ge=0)]
-    slots_at: Annotated[int, Field(ge=0)]
-    slots: Annotated[int, Field(ge=0)]
-    pool_at: Annotated[int, Field(ge=0)]
-    blocks: Annotated[int, Field(ge=0)]
+    size: Count
+    slots_at: Count
+    slots: Count
+    pool_at: Count
+    blocks: Count
 
 
 # Decode rank -> prefill rank.
@@ -169,7 +186,7 @@ class Attach:
     """Sent once per (decode worker, prefill rank), before the first Handshake."""
 
     op: Literal["attach"] = "attach"
-    protocol: int = PROTOCOL
+    protocol: Number = PROTOCOL
     session: Short  # names this decode worker's life
     endpoint: Short  # where its control socket is reached
     process: Process
@@ -185,7 +202,7 @@ class Handshake:
     room: Room
     attempt: U32
     session: Short
-    blocks: Annotated[bytes, Field(max_length=1 << 22)]  # int32, for blocks first_block.. of the prompt
+    blocks: Annotated[bytes, Field(max_length=1 << 20)]  # int32, from the prompt's first_block on
     first_block: U32  # leading blocks that decode holds already
     slot: U32
     prompt_tokens: U32
@@ -193,7 +210,7 @@ class Handshake:
     decode_ranks: Annotated[int, Field(ge=1, le=1024)]
     expires: float  # wall clock, seconds
     token: Annotated[bytes, Field(max_length=64)]
-    number: Annotated[int, Field(ge=0)] = 0  # rises in a session: what is late is refused
+    number: Count = 0  # rises in a session: what is late is refused
 
 
 @_wire
@@ -202,14 +219,14 @@ class AbortTransfer:
     room: Room
     attempt: U32
     session: Short
-    number: Annotated[int, Field(ge=0)] = 0
+    number: Count = 0
 
 
 @_wire
 class Ping:
     op: Literal["ping"] = "ping"
     session: Short
-    number: int
+    number: Number
 
 
 FromDecode: TypeAlias = Annotated[
@@ -271,7 +288,7 @@ class Progress:
     room: Room
     attempt: U32
     rank: Rank
-    done_bytes: Annotated[int, Field(ge=0)] = 0
+    done_bytes: Count = 0
     complete: bool = False
 
 
@@ -300,7 +317,7 @@ class Quiesced:
 class Pong:
     op: Literal["pong"] = "pong"
     session: Short
-    number: int
+    number: Number
     process: Process
 
 
@@ -350,7 +367,7 @@ class ResumeLocally:
 class AbortRoom:
     op: Literal["abort_room"] = "abort_room"
     room: Room
-    reason: Short
+    reason: Words
 
 
 @_wire
@@ -377,8 +394,8 @@ ToWorker: TypeAlias = Annotated[
 class Loading:
     op: Literal["loading"] = "loading"
     stage: Short
-    done: int
-    total: int
+    done: Number
+    total: Number
 
 
 @_wire
@@ -388,7 +405,7 @@ class Ready:
     process: Process
     layout: KvLayout
     blocks: U32  # pool size
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[Number, ...]
 
 
 @_wire
@@ -399,12 +416,12 @@ class Output:
     """
 
     room: Room
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[Number, ...] = ()
     logprobs: tuple[float, ...] = ()
     finish: Literal["stop", "length", "prefilled"] | None = None
     problem: Problem | None = None
-    cached_tokens: int = 0
-    attempt: Annotated[int, Field(ge=-1)] = -1  # -1: not said; else an older try's echo is dropped
+    cached_tokens: Number = 0
+    attempt: Annotated[int, Field(ge=-1, lt=1 << 32)] = -1  # else an older try's echo is dropped
 
 
 @_wire
@@ -430,13 +447,13 @@ class Stats:
     """Sent every second and after changes of state; counters only rise."""
 
     op: Literal["stats"] = "stats"
-    running: int = 0
-    queues: dict[str, int] = Field(default_factory=dict)
-    blocks_used: int = 0
-    blocks_total: int = 0
-    blocks_quarantined: int = 0
-    slots_used: int = 0
-    rooms: int = 0
+    running: Number = 0
+    queues: dict[str, Number] = Field(default_factory=dict)
+    blocks_used: Number = 0
+    blocks_total: Number = 0
+    blocks_quarantined: Number = 0
+    slots_used: Number = 0
+    rooms: Number = 0
     peers: dict[str, str] = Field(default_factory=dict)
     counters: dict[str, float] = Field(default_factory=dict)
     step_ms: float = 0.0
@@ -461,16 +478,16 @@ FromWorker: TypeAlias = Annotated[
 
 @_wire
 class RegisterRank:
-    protocol_version: int = PROTOCOL
-    attn_tp_size: Annotated[int, Field(ge=1)]
-    attn_cp_size: Annotated[int, Field(ge=1)]
-    dp_size: Annotated[int, Field(ge=1)]
+    protocol_version: Number = PROTOCOL
+    attn_tp_size: Annotated[int, Field(ge=1, lt=1 << 31)]
+    attn_cp_size: Annotated[int, Field(ge=1, lt=1 << 31)]
+    dp_size: Annotated[int, Field(ge=1, lt=1 << 31)]
     rank: Rank
     rank_ip: Short
     rank_port: Annotated[int, Field(ge=1, le=65535)]
-    instance_epoch: Annotated[int, Field(ge=0)]
+    instance_epoch: Room  # a rising number of 63 bits
     fingerprint: KvLayout
-    max_prompt_tokens: Annotated[int, Field(ge=1)]
+    max_prompt_tokens: Annotated[int, Field(ge=1, lt=1 << 31)]
     process: Process
     transports: tuple[Short, ...] = ("shm",)
 
@@ -498,29 +515,29 @@ class Leased:
 class BootstrapHealth:
     status: Short
     ready: bool
-    instance_epoch: int
+    instance_epoch: Number
     missing: tuple[str, ...] = ()  # ranks without a live lease, with the reason
 
 
 @_wire
 class RankAddress:
     rank_ip: Short
-    rank_port: int
+    rank_port: Number
     process: Process
-    instance_epoch: int = 0
+    instance_epoch: Number = 0
 
 
 @_wire
 class Route:
     """What a decode rank learns of a prefill instance; `ranks` is keyed "dp,cp,tp"."""
 
-    attn_tp_size: int
-    attn_cp_size: int
-    dp_size: int
-    block_size: int
+    attn_tp_size: Number
+    attn_cp_size: Number
+    dp_size: Number
+    block_size: Number
     kv_cache_dtype: Short
     fingerprint: KvLayout
-    instance_epoch: int
+    instance_epoch: Number
     ranks: dict[str, RankAddress]
 
 
@@ -532,12 +549,15 @@ FROM_WORKER: Final[TypeAdapter[FromWorker]] = TypeAdapter(FromWorker)
 
 def decode(adapter: TypeAdapter[T], frame: bytes) -> T:
     """The message in `frame`. Raises BadMessage for anything else, whatever the bytes."""
-    if len(frame) > MAX_MESSAGE_BYTES:
-        raise BadMessage(f"{len(frame)} bytes are over the limit of {MAX_MESSAGE_BYTES}")
+    between_ranks = adapter is FROM_DECODE or adapter is FROM_PREFILL
+    limit = MAX_PEER_BYTES if between_ranks else MAX_MESSAGE_BYTES
+    if len(frame) > limit:
+        raise BadMessage(f"{len(frame)} bytes are over the limit of {limit}")
     try:
-        return adapter.validate_python(msgpack.unpackb(frame, **_LIMITS))
+        value = msgpack.unpackb(frame, **(_PEER_LIMITS if between_ranks else _LIMITS))
+        return adapter.validate_python(value)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise BadMessage(str(error)[:500]) from error
+        raise BadMessage(f"{type(error).__name__}: {error}"[:500]) from error
 
 
 def encode(adapter: TypeAdapter[T], message: T) -> bytes:

@@ -34,7 +34,7 @@ from pdrt.messages import Problem
 
 Json: TypeAlias = dict[str, Any]
 
-REQUEST_ID: Final = "request_id"
+REQUEST_ID: Final = web.RequestKey("request_id", str)
 BODY_S: Final = 30.0  # a stalled upload ends after this
 RETRY_AFTER_S: Final = 1
 _HALF_PAIR: Final = re.compile(rb"\\u[dD][89a-fA-F]")
