@@ -1,0 +1,240 @@
+"""The life of a request that is answered here: hybrid and decode.
+
+A hybrid request starts QUEUED, a decode request BOOTSTRAPPING; both end in RUNNING, and a
+retracted one goes back. The promise: blocks that a peer may still write are held, never freed,
+and a request that was accepted is told its end exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
+
+from pdrt import errors
+from pdrt.data import events as transfer
+from pdrt.machine import Edge, Table
+from pdrt.messages import AskPrefill, Output, Problem
+from pdrt.sched.effects import (
+    AbortReceiver,
+    AdmitReceiver,
+    Booking,
+    Effect,
+    Free,
+    Hold,
+    OpenReceiver,
+    Say,
+)
+from pdrt.sched.events import (
+    AttemptLost,
+    AttemptRefused,
+    Cancelled,
+    Computed,
+    Failed,
+    FellBack,
+    Granted,
+    Grown,
+    LastToken,
+    Rebound,
+    ResumeLocally,
+    Retracted,
+    Returned,
+    TokenOut,
+)
+from pdrt.sched.request import Request, State, prompt_hash
+
+Effects: TypeAlias = Sequence[Effect | Booking]
+Ending: TypeAlias = Cancelled | Failed | AttemptRefused
+
+# Memory.
+
+
+def _run(r: Request, e: Granted) -> Effects:
+    r.blocks, r.computed, r.overtaken = list(e.blocks), 0, 0
+    return ()
+
+
+def _admit(r: Request, e: Granted) -> Effects:
+    assert e.slot is not None
+    r.blocks, r.slot, r.computed, r.overtaken, r.is_quiet = list(e.blocks), e.slot, 0, 0, False
+    digest = prompt_hash(r.packed())
+    return [
+        AdmitReceiver(r.room, r.attempt, e.blocks, 0, e.slot, len(r.tokens), digest, r.deadline)
+    ]
+
+
+def _grow(r: Request, e: Grown) -> Effects:
+    r.blocks.extend(e.blocks)
+    return ()
+
+
+def _part(r: Request, _event: object = None) -> Effects:
+    """Let go of all it holds: freed when nobody else can write it, else held for its attempt."""
+    blocks, slot = tuple(r.blocks), r.slot
+    r.blocks, r.slot, r.computed = [], None, 0
+    if not blocks:
+        return ()
+    if slot is None or r.is_quiet:
+        return [Free(blocks, slot)]
+    return [Hold(r.room, r.attempt, blocks, slot)]
+
+
+def _give_slot(r: Request) -> Effects:
+    slot, r.slot = r.slot, None
+    return [Free((), slot)] if slot is not None else ()
+
+
+# Tokens.
+
+
+def _note(r: Request, e: Computed) -> Effects:
+    r.computed = e.tokens
+    return ()
+
+
+def _say(r: Request, e: TokenOut) -> Effects:
+    r.computed = len(r.tokens)
+    r.tokens.append(e.token)
+    output = Output(
+        room=r.room, tokens=(e.token,), logprobs=(e.logprob,), cached_tokens=e.cached_tokens
+    )
+    return [Say(output)]
+
+
+def _say_first(r: Request, e: TokenOut) -> Effects:
+    return [*_give_slot(r), *_say(r, e)]
+
+
+def _say_last(r: Request, e: LastToken) -> Effects:
+    r.tokens.append(e.token)
+    r.is_quiet = True  # a slot still held here was just received
+    output = Output(
+        room=r.room,
+        tokens=(e.token,),
+        logprobs=(e.logprob,),
+        finish=e.finish,
+        cached_tokens=e.cached_tokens,
+    )
+    return [*_part(r), Say(output)]
+
+
+# Attempts.
+
+
+def _open(r: Request, e: Rebound) -> Effects:
+    r.attempt, r.source, r.is_returning, r.problem = e.attempt, e.source, True, None
+    return [OpenReceiver(r.room, r.attempt, e.source, r.deadline)]
+
+
+def _reopen(r: Request, e: Rebound) -> Effects:
+    return [AbortReceiver(r.room, r.attempt, "rebound"), *_part(r), *_open(r, e)]
+
+
+def _lose(r: Request, e: AttemptLost) -> Effects:
+    r.problem, r.lost_until = e.problem, e.until
+    return _part(r)
+
+
+def _come_back(r: Request, _e: Retracted | FellBack) -> Effects:
+    r.is_returning = r.is_resuming = True
+    return _part(r)
+
+
+def _fall_back(r: Request, e: ResumeLocally) -> Effects:
+    return [AbortReceiver(r.room, r.attempt, "resumed locally"), *_part(r)]
+
+
+def _ask_again(r: Request, _e: Returned) -> Effects:
+    assert r.source is not None
+    freed = _part(r)
+    r.is_returning = r.is_resuming = True
+    r.attempt += 1
+    return [
+        *freed,
+        AskPrefill(room=r.room, attempt=r.attempt, tokens=r.packed()),
+        OpenReceiver(r.room, r.attempt, r.source, r.deadline),
+    ]
+
+
+# Ends.
+
+
+def _problem(e: Ending) -> Problem:
+    if isinstance(e, Cancelled):
+        return Problem(code=errors.Cancelled.code, message=e.reason)
+    return e.problem
+
+
+def _close(r: Request, e: Ending) -> Effects:
+    return [*_part(r), Say(Output(room=r.room, problem=_problem(e)))]
+
+
+def _abort(r: Request, e: Ending) -> Effects:
+    problem = _problem(e)
+    return [AbortReceiver(r.room, r.attempt, f"{problem.code}: {problem.message}"), *_close(r, e)]
+
+
+_PREALLOC: Final = (State.BOOTSTRAPPING, State.WAITING)
+_RECEIVING: Final = (*_PREALLOC, State.TRANSFERRING)
+_EXTERNAL: Final = (
+    transfer.ReceiverReady,
+    transfer.PromptStarted,
+    Cancelled,
+    Rebound,
+    ResumeLocally,
+    Failed,
+    AttemptLost,
+    AttemptRefused,
+    FellBack,
+)
+
+EDGES: Final[Mapping[tuple[State, type], Edge[State, Request, Effect | Booking]]] = {
+    (State.QUEUED, Granted): Edge(State.RUNNING, _run),
+    (State.BOOTSTRAPPING, transfer.ReceiverReady): Edge(State.WAITING),
+    (State.WAITING, Granted): Edge(State.TRANSFERRING, _admit),
+    (State.TRANSFERRING, transfer.PromptStarted): Edge(State.TRANSFERRING),
+    (State.TRANSFERRING, TokenOut): Edge(State.RUNNING, _say_first),
+    (State.TRANSFERRING, LastToken): Edge(State.DONE, _say_last),
+    (State.RUNNING, Grown): Edge(State.RUNNING, _grow),
+    (State.RUNNING, Computed): Edge(State.RUNNING, _note),
+    (State.RUNNING, TokenOut): Edge(State.RUNNING, _say),
+    (State.RUNNING, LastToken): Edge(State.DONE, _say_last),
+    (State.RUNNING, Retracted): Edge(State.QUEUED, _come_back),
+    (State.RUNNING, Returned): Edge(State.BOOTSTRAPPING, _ask_again),
+    **{(s, AttemptLost): Edge(State.UNBOUND, _lose) for s in _RECEIVING},
+    **{(s, AttemptRefused): Edge(State.DONE, _close) for s in _RECEIVING},
+    **{(s, FellBack): Edge(State.QUEUED, _come_back) for s in _RECEIVING},
+    **{(s, ResumeLocally): Edge(State.QUEUED, _fall_back) for s in _RECEIVING},
+    **{(s, Rebound): Edge(State.BOOTSTRAPPING, _reopen) for s in _RECEIVING},
+    (State.UNBOUND, Rebound): Edge(State.BOOTSTRAPPING, _open),
+    **{(s, e): Edge(State.DONE, _abort) for s in _RECEIVING for e in (Cancelled, Failed)},
+    **{
+        (s, e): Edge(State.DONE, _close)
+        for s in (State.QUEUED, State.UNBOUND, State.RUNNING)
+        for e in (Cancelled, Failed)
+    },
+}
+
+_LOCAL: Final = "its tokens are computed here, no transfer belongs to it"
+_ARRIVED: Final = "its KV has arrived"
+_OVER: Final = "a terminal state absorbs everything"
+
+IGNORED: Final[Mapping[tuple[State, type], str]] = {
+    **{(s, transfer.ReceiverReady): "told twice" for s in (State.WAITING, State.TRANSFERRING)},
+    **{(s, transfer.PromptStarted): "it says nothing to wait for" for s in _PREALLOC},
+    **{(State.QUEUED, e): _LOCAL for e in _EXTERNAL if e not in (Cancelled, Failed)},
+    **{(State.RUNNING, e): _ARRIVED for e in _EXTERNAL if e not in (Cancelled, Failed)},
+    **{
+        (State.UNBOUND, e): "its attempt is over"
+        for e in (
+            transfer.ReceiverReady,
+            transfer.PromptStarted,
+            AttemptLost,
+            AttemptRefused,
+            FellBack,
+        )
+    },
+    (State.UNBOUND, ResumeLocally): "it was never retracted",
+    **{(State.DONE, e): _OVER for e in (*_EXTERNAL, Computed, TokenOut, LastToken)},
+}
+
+ANSWER: Final[Table[State, Request, Effect | Booking]] = Table("answer", EDGES, IGNORED)

@@ -1,0 +1,178 @@
+"""The books of one scheduler: who stands where, who holds what, what is still to be carried out.
+
+All requests are moved here and only here, so that state, queues, pools and timers never
+disagree. What comes late, twice or of an old attempt changes nothing and is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdrt.errors import Conflict, DeadlinePassed, Draining, Overloaded, tree
+from pdrt.machine import Table
+from pdrt.messages import Problem, Submit
+from pdrt.sched.blocks import BlockPool, Held, Quarantine
+from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
+from pdrt.sched.events import Failed
+from pdrt.sched.queues import Line, Timers
+from pdrt.sched.request import Request, State
+
+_CODES: Final = frozenset(tree())
+_IN_LINE: Final = frozenset({State.QUEUED, State.WAITING})
+_UNSERVED: Final = (State.QUEUED, State.BOOTSTRAPPING, State.WAITING, State.UNBOUND)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedStats:
+    """Figures of one moment; counters only rise."""
+
+    running: int = 0
+    queues: dict[str, int] = field(default_factory=dict)
+    blocks_used: int = 0
+    blocks_total: int = 0
+    blocks_quarantined: int = 0
+    slots_used: int = 0
+    rooms: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+    draining: bool = False
+
+
+class Book:
+    """Requests of one table, with the blocks and slots they hold."""
+
+    def __init__(
+        self, table: Table[State, Request, Effect | Booking], blocks: int, slots: int
+    ) -> None:
+        self._table = table
+        self.blocks = BlockPool(blocks)
+        self.slots = BlockPool(slots)
+        self.quarantine = Quarantine()
+        self.requests: dict[int, Request] = {}  # by key
+        self.rooms: dict[int, Request] = {}
+        self.queues: dict[State, dict[int, Request]] = {state: {} for state in State}
+        self.line = Line()
+        self.timers = Timers()
+        self.outbox: deque[Effect] = deque()
+        self.counters: Counter[str] = Counter()
+        self.is_draining = False
+        self._keys = 0
+
+    def next_key(self) -> int:
+        self._keys += 1
+        return self._keys
+
+    @property
+    def unserved(self) -> int:
+        """Requests that are known and hold no memory."""
+        return sum(len(self.queues[state]) for state in _UNSERVED)
+
+    def check_admissible(self, submit: Submit, max_waiting: int) -> None:
+        """Raises Draining, Conflict or Overloaded."""
+        if self.is_draining:
+            raise Draining("this worker is draining and takes no new requests")
+        attempt = (submit.room, submit.attempt)
+        if submit.room in self.rooms or attempt in self.quarantine:
+            raise Conflict(f"room {submit.room} (attempt {submit.attempt}) is in flight already")
+        if self.unserved >= max_waiting:
+            raise Overloaded(
+                f"{self.unserved} requests are waiting, no more than {max_waiting} may"
+            )
+
+    def enter(self, request: Request) -> None:
+        self.requests[request.key] = request
+        self.rooms[request.room] = request
+        self._file(request)
+        self.counters["submitted"] += 1
+
+    def move(self, request: Request, event: object) -> None:
+        """The only way a request changes. Raises Illegal for what cannot happen."""
+        before = request.state
+        after, effects = self._table.step(before, request, event)
+        if after is not before:
+            self._unfile(request)
+            request.state = after
+            request.story.append(f"{before}--{type(event).__name__}->{after}")
+            self._file(request)
+        elif (before, type(event)) in self._table.ignored:
+            self.counters["ignored"] += 1
+        for effect in effects:
+            self._carry_out(effect)
+
+    def expire(self, now: float) -> int:
+        """End what is past its time, in whatever state it waits; how many that were."""
+        due = self.timers.pop_due(now)
+        for key in due:
+            request = self.requests[key]
+            lost = request.problem if now < request.deadline else None
+            stage = str(request.state)
+            late = Problem(
+                code=DeadlinePassed.code, message=f"it passed while {stage}", stage=stage
+            )
+            self.move(request, Failed(lost or late))
+        return len(due)
+
+    def _file(self, request: Request) -> None:
+        state = request.state
+        if state is State.DONE:
+            del self.requests[request.key], self.rooms[request.room]
+            self.timers.drop(request.key)
+            return
+        self.queues[state][request.key] = request
+        if state in _IN_LINE:
+            self.line.add(request)
+        if self.timers.at(request.key) != request.due:
+            self.timers.set(request.key, request.due)
+
+    def _unfile(self, request: Request) -> None:
+        del self.queues[request.state][request.key]
+        if request.state in _IN_LINE:
+            self.line.discard(request)
+
+    def _carry_out(self, effect: Effect | Booking) -> None:
+        match effect:
+            case Free(blocks, slot):
+                self.free(Held(blocks, slot))
+            case Hold(room, attempt, blocks, slot):
+                self.quarantine.hold((room, attempt), Held(blocks, slot))
+            case _:
+                self.outbox.append(effect)
+                self._count(effect)
+
+    def _count(self, effect: Effect) -> None:
+        if isinstance(effect, Say):
+            output = effect.output
+            self.counters["tokens_out"] += len(output.tokens)
+            if output.problem is not None:
+                code = output.problem.code  # from a peer, perhaps: only our own make a counter
+                self.counters[f"ended_{code if code in _CODES else 'other'}"] += 1
+            elif output.finish is not None:
+                self.counters[f"ended_{output.finish}"] += 1
+
+    def free(self, held: Held) -> None:
+        self.blocks.give(held.blocks)
+        if held.slot is not None:
+            self.slots.give((held.slot,))
+
+    def release(self, attempt: tuple[int, int]) -> bool:
+        """What was held for an attempt is free again; False when nothing was."""
+        held = self.quarantine.release(attempt)
+        if held is None:
+            return False
+        self.free(held)
+        return True
+
+    def stats(self, queues: Iterable[tuple[str, tuple[State, ...]]]) -> SchedStats:
+        return SchedStats(
+            running=len(self.queues[State.RUNNING]),
+            queues={name: sum(len(self.queues[s]) for s in states) for name, states in queues},
+            blocks_used=self.blocks.used,
+            blocks_total=self.blocks.total,
+            blocks_quarantined=self.quarantine.blocks,
+            slots_used=self.slots.used,
+            rooms=len(self.rooms),
+            counters=dict(self.counters),
+            draining=self.is_draining,
+        )

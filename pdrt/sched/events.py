@@ -1,0 +1,137 @@
+"""What can happen to a request, besides what the transfer side tells (`pdrt.data.events`).
+
+Where a guard needs data there are two events, so that the tables stay drawable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pdrt.messages import Problem, Source
+from pdrt.sched.request import Finish
+
+# Told by the supervisor.
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The client left or the router withdrew the request."""
+
+    room: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rebound:
+    """Decode: another prefill attempt computes this prompt."""
+
+    room: int
+    attempt: int
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeLocally:
+    """Decode: nobody will prefill this retracted room again."""
+
+    room: int
+
+
+Order: TypeAlias = Cancelled | Rebound | ResumeLocally
+
+
+# Decided or found out by the scheduler.
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Memory for all its tokens; a slot too when they come from elsewhere."""
+
+    blocks: tuple[int, ...]
+    slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A chunk's KV is in the pool. `sendable`: leading blocks that may leave."""
+
+    tokens: int
+    sendable: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOut:
+    token: int
+    logprob: float
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LastToken:
+    token: int
+    logprob: float
+    finish: Finish
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Retracted:
+    """Its blocks are needed by others; it is computed again here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Its blocks are needed by others; the prefill side computes it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptLost:
+    """The prefill attempt failed before a token was said; another is awaited `until` then."""
+
+    problem: Problem
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRefused:
+    """The prefill attempt failed in a way that no other attempt would mend."""
+
+    problem: Problem
+
+
+@dataclass(frozen=True, slots=True)
+class FellBack:
+    """The prefill attempt of a retracted request failed; it is computed here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It ends with this problem: its deadline passed, or nothing can help it."""
+
+    problem: Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Prefill: the last chunk is computed and the first token drawn."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """Prefill: decode's memory holds the prompt; the transport let go of the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendBroken:
+    """Prefill: the transfer is over without success; the transport let go of the source."""
+
+    problem: Problem

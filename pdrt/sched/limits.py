@@ -1,0 +1,38 @@
+"""What a scheduler is allowed: sizes and policies from the configuration, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pdrt.errors import BadRequest, TooLong
+from pdrt.sched.request import Request, blocks_for
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    block_size: int = 16
+    max_batch_size: int = 64  # requests in one step
+    max_prefill_tokens: int = 512  # prompt tokens in one step
+    reserved_tokens: int = 64  # kept free for each request that is admitted (R)
+    max_waiting: int = 1024  # beyond: Overloaded
+    retraction: Literal["reprefill", "local"] = "reprefill"
+    chunked: bool = True  # prefill: blocks leave while the next chunk computes
+    rebind_grace_s: float = 1.0  # decode: how long a lost prefill may be replaced
+    patience: int = 8  # how often a request is overtaken before it is waited for
+
+    @property
+    def max_held(self) -> int:
+        """Requests that may hold memory: a batch that runs, and one that arrives meanwhile."""
+        return 2 * self.max_batch_size
+
+    def check_fits(self, request: Request, tokens: int, blocks: int) -> None:
+        """Raises TooLong when `tokens` can never be held, BadRequest when there are none."""
+        if not request.tokens:
+            raise BadRequest("prompt: it is empty")
+        if blocks_for(tokens, self.block_size) > blocks:
+            raise TooLong(
+                f"{tokens} tokens (prompt {request.prompt_tokens}, max_tokens "
+                f"{request.sampling.max_tokens}) need {blocks_for(tokens, self.block_size)} KV "
+                f"blocks of {self.block_size}; there are {blocks}"
+            )

@@ -1,0 +1,161 @@
+"""The prefill scheduler: compute prompts chunk by chunk for those who shook hands.
+
+bootstrap_queue (waiting for handshakes) -> waiting_queue -> running chunks -> inflight_queue
+(transfer not finished, blocks pinned) -> done. A full pool delays, it never spins: all blocks of
+a prompt are taken before its first chunk, so that none waits half computed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from pdrt.data.events import SendEnded, SenderReady, SendFailed, TransferEvent
+from pdrt.device.batch import Drawn
+from pdrt.errors import TransferFailed
+from pdrt.messages import Problem, Submit
+from pdrt.sched.admission import Space, admit
+from pdrt.sched.book import Book, SchedStats
+from pdrt.sched.effects import Effect, ExpectHandshakes
+from pdrt.sched.events import (
+    Cancelled,
+    Computed,
+    Delivered,
+    Granted,
+    Order,
+    Prefilled,
+    SendBroken,
+)
+from pdrt.sched.limits import Limits
+from pdrt.sched.plan import Plan, prefill_budget, sendable, steps
+from pdrt.sched.prefill_life import PREFILL
+from pdrt.sched.request import Request, State, from_submit, prompt_hash
+
+QUEUES: Final = (
+    ("bootstrap_queue", (State.BOOTSTRAPPING,)),
+    ("waiting_queue", (State.QUEUED,)),
+    ("inflight_queue", (State.INFLIGHT,)),
+)
+
+
+class PrefillDisaggScheduler:
+    """Computes prompts for decode workers; the same shape as the others for the worker."""
+
+    def __init__(self, limits: Limits, blocks: int) -> None:
+        self.limits = replace(limits, reserved_tokens=0)  # a prompt does not grow
+        self.book = Book(PREFILL, blocks, 0)
+        self._open: Plan | None = None
+
+    @property
+    def outbox(self) -> deque[Effect]:
+        return self.book.outbox
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left and no transport reads a block."""
+        return not self.book.requests and not self.book.quarantine
+
+    def next_timer(self) -> float | None:
+        """When `plan` must be called though nothing happens."""
+        return self.book.timers.next()
+
+    def drain(self) -> None:
+        self.book.is_draining = True
+
+    def stats(self) -> SchedStats:
+        return self.book.stats(QUEUES)
+
+    def submit(self, submit: Submit, now: float) -> None:
+        """Raises BadRequest, TooLong, Conflict, Overloaded or Draining; then nothing is kept."""
+        book = self.book
+        book.check_admissible(submit, self.limits.max_waiting)
+        request = from_submit(submit, book.next_key(), (), now)
+        self.limits.check_fits(request, len(request.tokens), book.blocks.total)
+        request.state = State.BOOTSTRAPPING
+        book.enter(request)
+        digest = prompt_hash(request.packed())
+        self.outbox.append(
+            ExpectHandshakes(
+                request.room, request.attempt, len(request.tokens), digest, request.deadline
+            )
+        )
+
+    def feed(self, event: TransferEvent | Order, _now: float) -> None:
+        """Whatever happens outside comes in here, in any order, any number of times."""
+        book = self.book
+        if isinstance(event, SendEnded) and book.release((event.room, event.attempt)):
+            return  # it was told before; now its blocks are free
+        request = book.rooms.get(event.room)
+        if request is None:
+            book.counters["late"] += 1
+            return
+        match event:
+            case Cancelled():
+                book.move(request, event)
+            case SenderReady() | SendFailed() | SendEnded() if event.attempt != request.attempt:
+                book.counters["stale"] += 1
+            case SenderReady() | SendFailed():
+                book.move(request, event)
+            case SendEnded():
+                self._ended(request, event)
+            case _:
+                book.counters["late"] += 1  # the decode side's
+
+    def _ended(self, request: Request, event: SendEnded) -> None:
+        if event.problem is None and request.state is State.INFLIGHT:
+            self.book.counters["transfers"] += 1
+            self.book.move(request, Delivered())
+            return
+        early = f"the transfer ended while the prompt was {request.state}"
+        problem = event.problem or Problem(code=TransferFailed.code, message=early)
+        self.book.move(request, SendBroken(problem))
+
+    def plan(self, now: float) -> Plan:
+        """Decide and reserve the next step. An empty batch means: wait for an event or timer."""
+        assert self._open is None, "the last plan was not committed"
+        expired = self.book.expire(now)
+        granted = self._admit()
+        runners = list(self.book.queues[State.RUNNING].values())
+        batch = steps(runners[: self.limits.max_batch_size], self.limits)
+        plan = Plan(batch, granted, 0, expired)
+        self._open = plan if batch else None
+        return plan
+
+    def _admit(self) -> int:
+        book = self.book
+        running = book.queues[State.RUNNING]
+        space = Space(
+            blocks=book.blocks.free,
+            slots=0,
+            requests=self.limits.max_batch_size - len(running),
+            prefill_tokens=prefill_budget(running.values(), self.limits),
+        )
+        admission = admit(book.line, space, self.limits)
+        for request in admission.overtaken:
+            request.overtaken += 1
+        for request, count in admission.granted:
+            blocks = book.blocks.take(count)
+            assert blocks is not None
+            book.move(request, Granted(blocks))
+        return len(admission.granted)
+
+    def commit(self, plan: Plan, drawn: Sequence[Drawn], _now: float) -> None:
+        """Hand over what the device computed for those that are still there."""
+        assert plan is self._open, "this plan is not the open one"
+        self._open = None
+        book = self.book
+        tokens = {one.key: one for one in drawn}
+        for step in plan.batch:
+            book.counters["prompt_tokens_computed"] += len(step.tokens)
+            request = book.requests.get(step.key)
+            if request is None:
+                book.counters["late"] += 1
+            elif step.draw is None:
+                computed = step.start + len(step.tokens)
+                ready = sendable(computed, request.sent, self.limits)
+                book.move(request, Computed(computed, ready))
+            else:
+                one = tokens[step.key]
+                book.move(request, Prefilled(one.token, one.logprob))

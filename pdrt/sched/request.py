@@ -1,0 +1,126 @@
+"""One request as a scheduler keeps it: its tokens, what it holds, and where it stands."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from pdrt.errors import BadMessage, BadRequest
+from pdrt.messages import Problem, Sampling, Source, Submit, pack_ids, unpack_ids
+
+Finish = Literal["stop", "length"]
+
+
+class State(StrEnum):
+    """A state says who may hold what."""
+
+    QUEUED = "queued"  # holds nothing; will be computed here, from its first token
+    BOOTSTRAPPING = "bootstrapping"  # holds nothing; the two sides are finding each other
+    WAITING = "waiting"  # holds nothing; the other side is ready, memory is not
+    UNBOUND = "unbound"  # holds nothing; its prefill was lost, another may be found
+    TRANSFERRING = "transferring"  # holds blocks and a slot; the peer writes them
+    RUNNING = "running"  # holds blocks; the device computes it
+    INFLIGHT = "inflight"  # holds blocks; computed, the transport still reads them
+    DONE = "done"  # told; holds nothing
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Moved by a table only; `key` names it for good in this worker, a room may come again."""
+
+    key: int
+    room: int
+    attempt: int
+    tokens: list[int]  # prompt and output; the last one's KV may not be computed yet
+    prompt_tokens: int
+    sampling: Sampling
+    stops: frozenset[int]
+    deadline: float
+    source: Source | None = None
+    state: State = State.QUEUED
+    blocks: list[int] = field(default_factory=list)  # replaced, never emptied: a step may read it
+    slot: int | None = None
+    computed: int = 0  # leading tokens whose KV is in `blocks`
+    first_block: int = 0  # prefill: the receiver holds the blocks before
+    sent: int = 0  # prefill: leading blocks that were handed to the transport
+    overtaken: int = 0  # how often a later request was admitted before this one
+    is_returning: bool = False  # lost what it held through no fault of its own: first in line
+    is_resuming: bool = False  # was retracted: its client has tokens already
+    is_quiet: bool = False  # nobody can write its blocks any more
+    lost_until: float = 0.0  # unbound: how long another prefill is waited for
+    problem: Problem | None = None  # unbound: what happened to the last one
+    story: deque[str] = field(default_factory=lambda: deque(maxlen=64))
+
+    @property
+    def said(self) -> int:
+        """Output tokens so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def left(self) -> int:
+        """Output tokens it may still say."""
+        return self.sampling.max_tokens - self.said
+
+    @property
+    def pending(self) -> int:
+        """Tokens to compute before the next one can be drawn."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def due(self) -> float:
+        """When it ends if nothing happens before."""
+        if self.state is State.UNBOUND:
+            return min(self.deadline, self.lost_until)
+        return self.deadline
+
+    def packed(self) -> bytes:
+        return pack_ids(self.tokens)
+
+    @property
+    def finished(self) -> Finish | None:
+        """How it ended already, when a resumed answer turns out to be whole."""
+        if self.said and self.tokens[-1] in self.stops:
+            return "stop"
+        return "length" if self.left <= 0 else None
+
+    def finish_with(self, token: int) -> Finish | None:
+        """How the answer ends if `token` is its next one; None when it goes on."""
+        if token in self.stops:
+            return "stop"
+        return "length" if self.left <= 1 else None
+
+
+def prompt_hash(packed: bytes) -> bytes:
+    """What both sides must agree on before KV is moved."""
+    return hashlib.sha256(packed).digest()
+
+
+def from_submit(submit: Submit, key: int, eos: Collection[int], now: float) -> Request:
+    """Raises BadRequest for tokens that make no prompt."""
+    try:
+        tokens = unpack_ids(submit.tokens)
+    except BadMessage as error:
+        raise BadRequest(f"tokens: {error}") from error
+    if not 0 < submit.prompt_tokens <= len(tokens):
+        raise BadRequest(f"prompt: {submit.prompt_tokens} of {len(tokens)} tokens")
+    sampling = submit.sampling
+    ends = () if sampling.ignore_eos else eos
+    return Request(
+        key=key,
+        room=submit.room,
+        attempt=submit.attempt,
+        tokens=tokens,
+        prompt_tokens=submit.prompt_tokens,
+        sampling=sampling,
+        stops=frozenset(sampling.stop_token_ids).union(ends),
+        deadline=now + submit.time_left,
+        source=submit.source,
+    )
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
