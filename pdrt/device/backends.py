@@ -27,15 +27,17 @@ def open_runner(config: NodeConfig, progress: Progress) -> Runner:
         device = config.device
         return NullRunner(config.scheduler.block_size, device.step_ms, device.token_ms)
     spec = ModelSpec.read(config.model.path, config.model.max_model_len)
-    from pdrt.device.torchrunner import TorchRunner  # here, so that `null` needs no torch
+    import torch  # here, so that the null device needs none
 
-    return TorchRunner.load(
+    from pdrt.device import torchrunner
+
+    torch.set_num_threads(threads_of(config))
+    return torchrunner.load(
         config.model.path,
         spec,
         device=kind,
         dtype=config.model.dtype,
         block_size=config.scheduler.block_size,
-        threads=threads_of(config),
         progress=progress,
     )
 

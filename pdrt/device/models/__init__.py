@@ -1,0 +1,1 @@
+"""Model families, one module each: weights in, hidden states out."""

@@ -1,0 +1,98 @@
+"""From logits to tokens, each row for itself: the same request draws the same token in any batch.
+
+Penalties, then temperature, top_k, top_p and min_p in that order (as transformers applies
+them), then one uniform number named by (seed, position). Cuts are by value: tokens as likely
+as the last one kept are kept too, so that ties do not depend on a sort's mood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdrt.device.batch import Draw
+from pdrt.device.chance import uniform
+from pdrt.messages import Sampling
+
+FIRST_LOOK = 256  # the likeliest tokens that top_p looks at before it sorts the vocabulary
+
+
+def draw(logits: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
+    """(token, log-probability) for each row of float32 logits [rows, vocab] on the CPU.
+
+    The log-probability is that of the logits as they came, whatever was done to them since.
+    """
+    raw = logits
+    penalised = [i for i, d in enumerate(draws) if _has_penalty(d.sampling)]
+    if penalised:
+        logits = logits.clone()
+        for i in penalised:
+            penalise_(logits[i], draws[i])
+    tokens = logits.argmax(dim=-1)
+    sampled = [i for i, d in enumerate(draws) if d.sampling.temperature > 0]
+    if sampled:
+        tokens[sampled] = _sample(logits[sampled], [draws[i] for i in sampled])
+    said = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - raw.logsumexp(dim=-1)
+    return list(zip(tokens.tolist(), said.tolist(), strict=True))
+
+
+def _has_penalty(s: Sampling) -> bool:
+    repeats = s.repetition_penalty != 1.0
+    return repeats or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+
+
+def penalise_(row: Tensor, draw: Draw) -> None:
+    """Repetition as in transformers (prompt and output), then presence and frequency as in
+    OpenAI's API (output only)."""
+    s = draw.sampling
+    history = np.asarray(draw.history, np.int64)
+    if s.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.unique(history))
+        found = row[seen]
+        less = torch.where(found < 0, found * s.repetition_penalty, found / s.repetition_penalty)
+        row[seen] = less
+    if s.presence_penalty != 0.0 or s.frequency_penalty != 0.0:
+        said, counts = np.unique(history[draw.prompt_tokens :], return_counts=True)
+        less = s.presence_penalty + s.frequency_penalty * torch.from_numpy(counts)
+        row[torch.from_numpy(said)] -= less
+
+
+def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """One token a row, by inverting the distribution function in the vocabulary's order."""
+    temperature = torch.tensor([[d.sampling.temperature] for d in draws])
+    weights = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
+    for row, d in zip(weights, draws, strict=True):
+        cut_(row, d.sampling)
+    heaps = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = heaps[:, -1:]
+    chance = torch.tensor([[uniform(d.sampling.seed, d.position)] for d in draws])
+    below = torch.minimum(chance.double() * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(heaps, below, right=True).squeeze(1)
+
+
+def cut_(weights: Tensor, s: Sampling) -> None:
+    """Zero what top_k, top_p and min_p leave out of one row of probabilities."""
+    vocab = weights.shape[0]
+    least = float(weights.amax()) * s.min_p
+    if 0 < s.top_k < vocab:
+        least = max(least, float(weights.topk(s.top_k).values[-1]))
+    if s.top_p < 1.0:
+        kept = torch.where(weights >= least, weights, 0.0) if 0 < s.top_k < vocab else weights
+        least = max(least, _nucleus(kept, s.top_p))
+    if least > 0.0:
+        weights.masked_fill_(weights < least, 0.0)
+
+
+def _nucleus(weights: Tensor, top_p: float) -> float:
+    """The least probability in the smallest set of likeliest tokens that weighs `top_p`."""
+    goal = float(weights.sum(dtype=torch.float64)) * top_p
+    for look in (min(FIRST_LOOK, weights.shape[0]), weights.shape[0]):
+        best = weights.topk(look).values
+        before = best.cumsum(dim=0, dtype=torch.float64) - best
+        inside = int((before < goal).sum())
+        if inside < look or look == weights.shape[0]:
+            return float(best[max(inside, 1) - 1])
+    raise AssertionError("the last look sees the whole vocabulary")

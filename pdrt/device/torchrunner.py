@@ -1,0 +1,120 @@
+"""A real model on torch: loads it, binds the KV pool, runs each mixed batch in one forward.
+
+Verified on the CPU. cuda and npu run the same code over a mirrored pool and are unverified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from pdrt.device import sampler
+from pdrt.device.attention import lay_out
+from pdrt.device.batch import Drawn, SeqStep
+from pdrt.device.kv import DTYPES, KvPool
+from pdrt.device.mirror import Mirror
+from pdrt.device.models import llama
+from pdrt.device.weights import Checkpoint, Progress
+from pdrt.errors import ConfigError
+from pdrt.messages import KvLayout
+from pdrt.modelspec import Dtype, ModelSpec
+
+
+class TorchRunner:
+    """Implements Runner. `mirrored` keeps a pool of its own beside the bound memory."""
+
+    def __init__(
+        self, model: llama.Llama, layout: KvLayout, device: str = "cpu", *, mirrored: bool = False
+    ) -> None:
+        self.layout = layout
+        self.eos_token_ids = model.spec.eos_token_ids
+        self._model, self._device, self._mirrored = model, device, mirrored
+        self._pool: KvPool | None = None
+        self._mirror: Mirror | None = None
+
+    @torch.inference_mode()
+    def bind(self, pool: memoryview, blocks: int) -> None:
+        self._pool = KvPool(pool, blocks, self.layout, self._device, mirrored=self._mirrored)
+        self._mirror = Mirror(self._pool) if self._mirrored else None
+
+    @torch.inference_mode()
+    def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
+        if not batch:
+            return []
+        if self._pool is None:
+            raise RuntimeError("bind comes before execute")
+        if self._mirror:
+            self._mirror.before(batch)
+        drawn = self._forward(batch, self._pool)
+        if self._mirror:
+            self._mirror.after(batch)
+        return drawn
+
+    def _forward(self, batch: Sequence[SeqStep], pool: KvPool) -> list[Drawn]:
+        fresh = [b for step in batch for b in _begun_in_part(step, self.layout.block_size)]
+        if fresh:
+            pool.clear(fresh)
+        wave = lay_out(batch, pool, DTYPES[self.layout.dtype])
+        hidden = self._model.forward(wave, pool)
+        wanted = [step for step in batch if step.draw is not None]
+        if not wanted:
+            return []
+        logits = self._model.logits(hidden[wave.drawn]).cpu()
+        tokens = sampler.draw(logits, [step.draw for step in wanted if step.draw is not None])
+        return [
+            Drawn(s.key, token, logprob) for s, (token, logprob) in zip(wanted, tokens, strict=True)
+        ]
+
+
+def _begun_in_part(step: SeqStep, size: int) -> Sequence[int]:
+    """The block that this step begins and leaves partly empty, if there is one."""
+    last, used = divmod(step.start + len(step.tokens), size)
+    begins_here = used and last * size >= step.start
+    return [step.blocks[last]] if begins_here else []
+
+
+def load(
+    path: str | Path,
+    spec: ModelSpec,
+    *,
+    device: str,
+    dtype: str,
+    block_size: int,
+    progress: Progress,
+) -> TorchRunner:
+    """A runner with its weights. Raises ConfigError when they, or the device, are not there."""
+    _check_device(device)
+    name = _dtype(spec, dtype)
+    layout = KvLayout(
+        block_size=block_size,
+        dtype=name,
+        layers=spec.layers,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+    )
+    with torch.inference_mode():
+        model = llama.load(spec, Checkpoint(Path(path), progress), DTYPES[name], device)
+    return TorchRunner(model, layout, device, mirrored=device != "cpu")
+
+
+def _dtype(spec: ModelSpec, asked: str) -> Dtype:
+    """`auto` is the checkpoint's own; float16 becomes float32, which holds all its values."""
+    match asked if asked != "auto" else spec.dtype:
+        case "bfloat16":
+            return "bfloat16"
+        case "float32" | "float16":
+            return "float32"
+        case other:
+            raise ConfigError(f"[model] dtype = {other!r}: must be auto, float32 or bfloat16")
+
+
+def _check_device(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("[device] kind = 'cuda': torch finds no CUDA device")
+    if device == "npu":
+        import torch_npu
+
+        if not torch_npu.npu.is_available():
+            raise ConfigError("[device] kind = 'npu': torch_npu finds no NPU")

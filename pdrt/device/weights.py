@@ -1,0 +1,100 @@
+"""Safetensors on disk, sharded or not: memory-mapped, checked, copied into place with progress.
+
+A tensor goes straight into its (often fused) destination and changes its dtype on the way, so
+no second copy of the model is ever in memory. No pickle: other weight formats are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pdrt.errors import ConfigError
+
+Progress: TypeAlias = Callable[[str, int, int], None]  # stage, done, total
+
+INDEX = "model.safetensors.index.json"
+
+
+class _File(Protocol):
+    """What we use of safetensors' untyped handle."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+
+
+class Checkpoint:
+    """The tensors of a model directory by name. Raises ConfigError, naming file and tensor."""
+
+    def __init__(self, directory: Path, progress: Progress) -> None:
+        self._where = directory
+        self._progress = progress
+        paths = _files(directory)
+        self._total = sum(path.stat().st_size for path in paths)
+        self._done = 0
+        handles = {path: _open(path) for path in paths}
+        self._home = {name: handle for handle in handles.values() for name in handle.keys()}  # noqa: SIM118
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._home
+
+    def copy(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out` with the tensor `name`, whose shape must be the same."""
+        if name not in self._home:
+            raise ConfigError(f"{self._where}: the weights lack {name}")
+        try:
+            found = self._home[name].get_tensor(name)
+        except SafetensorError as error:
+            raise ConfigError(f"{self._where}: {name} cannot be read: {error}") from error
+        if found.shape != out.shape:
+            raise ConfigError(
+                f"{self._where}: {name} has shape {list(found.shape)},"
+                f" config.json asks for {list(out.shape)}"
+            )
+        out.copy_(found)
+        self._done += found.nbytes
+        self._progress("weights", min(self._done, self._total), self._total)
+
+    def finish(self) -> None:
+        """Tell that all is there: headers and tensors that nobody asked for count as done."""
+        self._progress("weights", self._total, self._total)
+
+
+def _files(directory: Path) -> list[Path]:
+    """The files named by the index, else every safetensors file."""
+    index = directory / INDEX
+    if not index.exists():
+        found = sorted(directory.glob("*.safetensors"))
+        if not found:
+            raise ConfigError(f"{directory}: no *.safetensors; other formats are not read")
+        return found
+    try:
+        names = set(_weight_map(json.loads(index.read_bytes())).values())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{index}: {error}") from error
+    paths = [directory / name for name in sorted(names)]
+    for path in paths:
+        if path.parent != directory or not path.is_file():
+            raise ConfigError(f"{index}: names {path.name}, which is not in {directory}")
+    return paths
+
+
+def _weight_map(index: object) -> Mapping[str, str]:
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+        raise ValueError("weight_map must map tensor names to file names")
+    return files
+
+
+def _open(path: Path) -> _File:
+    try:
+        handle: _File = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: not a whole safetensors file: {error}") from error
+    return handle

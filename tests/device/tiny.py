@@ -1,0 +1,104 @@
+"""Tiny random models of each family, made with transformers, which is also the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB: Final = 320
+_SHAPE: Final[dict[str, Any]] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "eos_token_id": 7,
+}
+
+
+def _rope(kind: str, **fields: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **fields}}
+
+
+CONFIGS: Final[dict[str, Any]] = {
+    "llama": LlamaConfig(**_SHAPE),
+    "llama_mha_biased": LlamaConfig(
+        **_SHAPE | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
+    ),
+    "llama3_rope": LlamaConfig(
+        **_SHAPE,
+        **_rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+    "linear_rope": LlamaConfig(**_SHAPE, **_rope("linear", factor=4.0)),
+    "dynamic_rope": LlamaConfig(**_SHAPE, **_rope("dynamic", factor=4.0)),
+    "yarn_rope": LlamaConfig(
+        **_SHAPE, **_rope("yarn", factor=8.0, original_max_position_embeddings=64)
+    ),
+    "smollm2": LlamaConfig(
+        **_SHAPE | {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2},
+        tie_word_embeddings=True,
+    ),
+    "mistral": MistralConfig(**_SHAPE, head_dim=24, sliding_window=None),
+    "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**_SHAPE, head_dim=32),
+}
+
+
+def make(name: str, directory: Path, **saving: Any) -> Any:
+    """Save the model to `directory` and return transformers' own, in float32."""
+    torch.manual_seed(20 + len(name))
+    config = CONFIGS[name]
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            weight.copy_(_random(key, weight, tied=config.tie_word_embeddings))
+    model.save_pretrained(directory, **saving)
+    model.generation_config.eos_token_id = None  # the tests want all tokens
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def _random(key: str, weight: torch.Tensor, *, tied: bool) -> torch.Tensor:
+    """Spread so that greedy answers neither tie nor repeat one token."""
+    noise = torch.randn(weight.shape)
+    if key == "model.norm.weight":
+        return (1 + 0.1 * noise) * (10 if tied else 1)
+    if "norm" in key:
+        return 1 + 0.1 * noise
+    if "embed_tokens" in key:
+        return noise * (0.1 if tied else 1.0)
+    if weight.ndim == 1:
+        return 0.1 * noise
+    return noise * 1.2 / weight.shape[1] ** 0.5
+
+
+def answer(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
+    """What transformers' `generate` says greedily."""
+    ids = torch.tensor([list(prompt)])
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
+    said: list[int] = out[0, len(prompt) :].tolist()
+    return said
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
