@@ -31,7 +31,9 @@ class ClusterKey:
         """The key in a file or variable: any text of at least 16 bytes. Raises ValueError."""
         secret = text.strip().encode()
         if len(secret) < MIN_KEY_BYTES:
-            raise ValueError(f"a cluster key needs at least {MIN_KEY_BYTES} characters, got {len(secret)}")
+            raise ValueError(
+                f"a cluster key needs at least {MIN_KEY_BYTES} characters, got {len(secret)}"
+            )
         return ClusterKey(secret)
 
     def derive(self, purpose: str) -> bytes:
@@ -44,7 +46,9 @@ class ClusterKey:
 
     def is_bearer(self, header: str | None) -> bool:
         """Whether an Authorization header's value carries the cluster's token."""
-        return hmac.compare_digest((header or "").encode(), f"Bearer {self.bearer()}".encode())
+        return hmac.compare_digest(
+            (header or "").encode(errors="surrogateescape"), f"Bearer {self.bearer()}".encode()
+        )
 
     def curve_pair(self) -> tuple[bytes, bytes]:
         """(public, secret) CURVE keys in Z85 that every member uses, as server and as client."""

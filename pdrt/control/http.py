@@ -17,8 +17,10 @@ import structlog
 from aiohttp import ClientError, web
 from aiohttp.typedefs import Handler, Middleware
 
+from pdrt.config import bracketed
 from pdrt.errors import (
     BadRequest,
+    ConfigError,
     Conflict,
     DeadlinePassed,
     NotFound,
@@ -201,6 +203,29 @@ def check_bearer(request: web.Request, key: ClusterKey | None) -> None:
     """Raises Unauthorized unless the request carries the cluster's token, or there is no key."""
     if key is not None and not key.is_bearer(request.headers.get("authorization")):
         raise Unauthorized("the cluster's bearer token is missing or wrong")
+
+
+# Servers.
+
+
+async def listen(
+    app: web.Application, host: str, port: int, grace_s: float = 5.0
+) -> tuple[web.AppRunner, int]:
+    """Serve on this address; the real port is told. Clean up the runner to stop.
+
+    A handler is cancelled when its client goes away. Raises ConfigError for a taken port or an
+    address that is not this host's.
+    """
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=grace_s
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise ConfigError(f"cannot listen on {bracketed(host)}:{port}: {error}") from error
+    return runner, int(runner.addresses[0][1])
 
 
 # Middlewares.

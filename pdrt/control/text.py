@@ -136,7 +136,7 @@ class TextPool:
     def __init__(self, text: Text, threads: int = 2, depth: int = 512) -> None:
         self._text, self._depth = text, depth
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenise")
-        self.waiting = 0
+        self.waiting = self.most_waiting = 0
 
     def pieces(self) -> Pieces:
         return self._text.pieces()
@@ -155,6 +155,7 @@ class TextPool:
         if self.waiting >= self._depth:
             raise Overloaded(f"{self.waiting} prompts wait for their tokens")
         self.waiting += 1
+        self.most_waiting = max(self.most_waiting, self.waiting)
         try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, encode, prompt)

@@ -1,0 +1,140 @@
+"""A call: one checked request to this leader, and the Submit that its worker gets.
+
+The promise: what cannot be served is refused here, before any worker hears of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from pdrt.control.answer import Times
+from pdrt.control.http import REQUEST_ID, Json, check_bearer, request_id_of
+from pdrt.control.leader import Leader
+from pdrt.control.order import Dialect, Order, parse, split_leg
+from pdrt.control.schema import Leg, PrefillAgain, RebindRequest
+from pdrt.errors import BadRequest, NotFound, Unauthorized
+from pdrt.messages import Rebind, Source, Submit, pack_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """(room, attempt) is its wire identity; `deadline` is on the leader's clock."""
+
+    order: Order
+    leg: Leg | None
+    request_id: str
+    room: int
+    attempt: int
+    deadline: float
+    times: Times
+
+    @property
+    def client_room(self) -> int | None:
+        """The client's idempotency key."""
+        return self.order.client_room if self.leg is None else self.leg.client_room
+
+    @property
+    def shown_room(self) -> int:
+        """What the client reads: its own key when it gave one."""
+        return self.room if self.client_room is None else self.client_room
+
+
+def open_call(
+    leader: Leader, request: web.Request, dialect: Dialect, body: Json, times: Times
+) -> Call:
+    """Check a client's body, or a leg's. Raises BadRequest, Unauthorized or NotFound."""
+    fields, leg = split_leg(body)
+    order = parse(dialect, fields)
+    if leg is None:
+        _check_client(leader, order)
+    else:
+        check_bearer(request, leader.key)
+        check_token(leader, leg.transfer_token, leg.bootstrap_room, leg.attempt)
+    if order.model not in (None, "", leader.model):
+        raise NotFound(f"model {order.model!r} is not served here; {leader.model!r} is")
+    given = order.request_id if leg is None else leg.request_id
+    if given is not None:
+        request[REQUEST_ID] = given
+    left = (order.timeout_s or leader.limits.request_s) if leg is None else leg.time_left_s
+    return Call(
+        order=order,
+        leg=leg,
+        request_id=request_id_of(request),
+        room=leader.mint() if leg is None else leg.bootstrap_room,
+        attempt=0 if leg is None else leg.attempt,
+        deadline=times.arrived + left,
+        times=times,
+    )
+
+
+def check_token(leader: Leader, token: str, room: int, attempt: int) -> None:
+    """Raises Unauthorized unless the token is the router's leave to work on (room, attempt)."""
+    key = leader.key
+    if key is not None and not key.is_room_token(token, room, attempt, leader.wall()):
+        raise Unauthorized(f"transfer_token: not valid for room {room}, attempt {attempt}")
+
+
+async def submit_of(leader: Leader, call: Call) -> Submit:
+    """Tokenise and check the limits. Raises BadRequest, TooLong or Overloaded."""
+    source = _source(leader, call.leg)
+    ids = await leader.text.ids(call.order.prompt)
+    call.times.tokenised = leader.clock()
+    leader.limits.check_prompt(ids)
+    limit = leader.limits.total(leader.role, len(ids))
+    return Submit(
+        room=call.room,
+        attempt=call.attempt,
+        request_id=call.request_id,
+        tokens=pack_ids(ids),
+        prompt_tokens=len(ids),
+        sampling=call.order.settle(len(ids), limit, leader.mint()),
+        time_left=max(call.deadline - leader.clock(), 0.0),
+        source=source,
+    )
+
+
+def submit_again(leader: Leader, body: PrefillAgain) -> Submit:
+    """The same for a retracted room, whose tokens are known. Raises PdrtError as above."""
+    check_token(leader, body.transfer_token, body.bootstrap_room, body.attempt)
+    leader.limits.check_prompt(body.input_ids)
+    leader.limits.total(leader.role, len(body.input_ids))
+    if body.prompt_tokens > len(body.input_ids):
+        raise BadRequest(f"prompt_tokens: there are {len(body.input_ids)} input_ids")
+    return Submit(
+        room=body.bootstrap_room,
+        attempt=body.attempt,
+        request_id=body.request_id,
+        tokens=pack_ids(body.input_ids),
+        prompt_tokens=body.prompt_tokens,
+        sampling=body.sampling,
+        time_left=body.time_left_s,
+    )
+
+
+def rebind_of(leader: Leader, body: RebindRequest) -> Rebind:
+    """Raises Unauthorized."""
+    check_token(leader, body.transfer_token, body.bootstrap_room, body.attempt)
+    source = Source(
+        host=body.bootstrap_host, port=body.bootstrap_port, dp_rank=body.disagg_prefill_dp_rank
+    )
+    return Rebind(room=body.bootstrap_room, attempt=body.attempt, source=source)
+
+
+def _check_client(leader: Leader, order: Order) -> None:
+    if leader.role != "hybrid":
+        raise BadRequest(f"this is a {leader.role} instance; send requests to the router")
+    if order.pin is not None:
+        host, port = order.pin
+        raise BadRequest(f"bootstrap_host: no prefill instance {host}:{port} is known here")
+
+
+def _source(leader: Leader, leg: Leg | None) -> Source | None:
+    if leader.role != "decode" or leg is None:
+        return None
+    if leg.bootstrap_host is None or leg.bootstrap_port is None:
+        raise BadRequest("bootstrap_host and bootstrap_port are missing")
+    return Source(
+        host=leg.bootstrap_host, port=leg.bootstrap_port, dp_rank=leg.disagg_prefill_dp_rank
+    )

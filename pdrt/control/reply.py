@@ -1,0 +1,105 @@
+"""How an answer goes out over HTTP: one JSON body, or server-sent events as it grows.
+
+The promise: no byte is sent before the first output is here, so an error before it has its own
+status; a stream that has begun ends with a finish chunk and `[DONE]`, or with an error event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
+
+from aiohttp import web
+
+from pdrt.control.answer import Answer, Delta
+from pdrt.control.http import Json, error_body
+from pdrt.errors import PdrtError
+
+ERROR_S: Final = 1.0  # for a client that does not read to take its error event
+
+
+class Voice(Protocol):
+    """The words of one dialect."""
+
+    def opening(self) -> Sequence[Json]: ...
+
+    def chunks(self, delta: Delta, answer: Answer) -> Sequence[Json]: ...
+
+    def whole(self, answer: Answer) -> Json: ...
+
+
+class Reply(Protocol):
+    """Where an answer is said, bit by bit."""
+
+    async def say(self, delta: Delta, answer: Answer) -> None: ...
+
+    async def end(self, answer: Answer) -> web.StreamResponse: ...
+
+    async def fail(self, error: PdrtError) -> web.StreamResponse:
+        """Tell an error in the answer's own form; raises it when nothing has been said."""
+        ...
+
+
+class WholeReply:
+    def __init__(self, voice: Voice) -> None:
+        self._voice = voice
+
+    async def say(self, delta: Delta, answer: Answer) -> None:
+        """Nothing is said before the end."""
+
+    async def end(self, answer: Answer) -> web.StreamResponse:
+        return web.Response(body=_json(self._voice.whole(answer)), content_type="application/json")
+
+    async def fail(self, error: PdrtError) -> web.StreamResponse:
+        raise error
+
+
+class StreamReply:
+    def __init__(self, request: web.Request, voice: Voice, request_id: str, stage: str) -> None:
+        self._request, self._voice = request, voice
+        self._request_id, self._stage = request_id, stage
+        self._response: web.StreamResponse | None = None
+
+    async def say(self, delta: Delta, answer: Answer) -> None:
+        chunks = list(self._voice.chunks(delta, answer))
+        response = self._response
+        if response is None:
+            response = await self._begin()
+            chunks = [*self._voice.opening(), *chunks]
+        if chunks:
+            await response.write(b"".join(_event(chunk) for chunk in chunks))
+
+    async def end(self, answer: Answer) -> web.StreamResponse:
+        assert self._response is not None, "an answer has a last delta"
+        await self._response.write(b"data: [DONE]\n\n")
+        return self._response
+
+    async def fail(self, error: PdrtError) -> web.StreamResponse:
+        if self._response is None:
+            raise error
+        body = _json(error_body(error, self._request_id, self._stage))
+        try:
+            async with asyncio.timeout(ERROR_S):
+                await self._response.write(b"event: error\ndata: " + body + b"\n\n")
+                await self._response.write_eof()
+        except (TimeoutError, ConnectionError):
+            if self._request.transport is not None:
+                self._request.transport.abort()
+        return self._response
+
+    async def _begin(self) -> web.StreamResponse:
+        headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(self._request)
+        self._response = response
+        return response
+
+
+def _json(body: Mapping[str, object]) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _event(chunk: Json) -> bytes:
+    return b"data: " + _json(chunk) + b"\n\n"

@@ -1,0 +1,221 @@
+"""A leader's work on one request: hand it to a worker, say what comes back, however it ends.
+
+The promises: when the client or the router goes away, or a stop string is complete, the worker
+is told at once; every wait ends at the request's deadline; an error has its own status, or, in
+a stream that has begun, its own event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+from aiohttp import web
+
+from pdrt.control.answer import Answer, Times
+from pdrt.control.call import Call, open_call, rebind_of, submit_again, submit_of
+from pdrt.control.detokenize import StopScanner
+from pdrt.control.dispatch import Stream
+from pdrt.control.generate import GenerateVoice
+from pdrt.control.http import REQUEST_ID, Json, error_of, read_json, request_id_of
+from pdrt.control.leader import Leader
+from pdrt.control.meter import Meter
+from pdrt.control.openai import OpenAIVoice
+from pdrt.control.order import PATHS, parse_prefill_again, parse_rebind
+from pdrt.control.reply import Reply, StreamReply, Voice, WholeReply
+from pdrt.errors import Conflict, DeadlinePassed, NotFound, PdrtError
+from pdrt.messages import Submit
+
+PD_PATH: Final = "pd_path"  # set on the requests whose answers carry x-pd-path
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the log and the metrics tell of a request."""
+
+    code: str = "ok"
+    room: int = -1
+    answer: Answer | None = None
+
+
+class Serving:
+    def __init__(self, leader: Leader) -> None:
+        self._leader = leader
+        self._meter = Meter(leader.registry, leader.text)
+        self._client_rooms: set[int] = set()
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """A client's request, or one leg of it."""
+        leader, times = self._leader, Times(self._leader.clock())
+        request[PD_PATH] = "local" if leader.role == "hybrid" else "disagg"
+        with self._told(request) as outcome:
+            body = await read_json(request, leader.limits.max_body_bytes)
+            call = open_call(leader, request, PATHS[request.path], body, times)
+            outcome.room = call.room
+            if leader.role == "prefill":
+                return await self._prefill_leg(call)
+            with self._claimed(call):
+                return await self._answer(call, self._reply(request, call), outcome)
+
+    async def prefill_again(self, request: web.Request) -> web.StreamResponse:
+        """For a decode leader: compute a retracted room's prompt and output once more."""
+        leader = self._leader
+        if leader.role != "prefill":
+            raise NotFound(f"this is a {leader.role} instance")
+        with self._told(request) as outcome:
+            body = parse_prefill_again(await read_json(request, leader.limits.max_body_bytes))
+            request[REQUEST_ID], outcome.room = body.request_id, body.bootstrap_room
+            submit = submit_again(leader, body)
+            deadline = leader.clock() + body.time_left_s
+            return await self._prefill(submit, body.disagg_prefill_dp_rank, deadline)
+
+    async def rebind(self, request: web.Request) -> web.StreamResponse:
+        """For the router: a room's prompt is computed anew, perhaps elsewhere."""
+        leader = self._leader
+        body = parse_rebind(await read_json(request, leader.limits.max_body_bytes))
+        leader.dispatcher.rebind(rebind_of(leader, body))
+        return web.json_response({"status": "ok"})
+
+    async def _prefill_leg(self, call: Call) -> web.StreamResponse:
+        async with _until(call.deadline - self._leader.clock()):
+            submit = await submit_of(self._leader, call)
+        rank = -1 if call.leg is None else call.leg.disagg_prefill_dp_rank
+        return await self._prefill(submit, rank, call.deadline)
+
+    async def _prefill(self, submit: Submit, dp_rank: int, deadline: float) -> web.StreamResponse:
+        """Answer once decode's memory holds the prompt."""
+        leader = self._leader
+        async with _until(deadline - leader.clock()):
+            with leader.dispatcher.submit(submit, None if dp_rank < 0 else dp_rank) as stream:
+                cached_tokens = await _prefilled(stream)
+        leader.served()
+        done: Json = {
+            "status": "prefilled",
+            "request_id": submit.request_id,
+            "bootstrap_room": submit.room,
+            "attempt": submit.attempt,
+            "usage": {"prompt_tokens": submit.prompt_tokens, "cached_tokens": cached_tokens},
+        }
+        return web.json_response(done)
+
+    async def _answer(self, call: Call, reply: Reply, outcome: Outcome) -> web.StreamResponse:
+        leader = self._leader
+        try:
+            async with _until(call.deadline - leader.clock()):
+                submit = await submit_of(leader, call)
+                scanner = StopScanner(call.order.stop)
+                answer = Answer(submit.prompt_tokens, leader.text.pieces(), scanner, call.times)
+                with leader.dispatcher.submit(submit) as stream:
+                    await self._pump(stream, answer, reply)
+                outcome.answer = answer
+                response = await reply.end(answer)
+        except PdrtError as error:
+            outcome.code = error.code
+            return await reply.fail(error)
+        leader.served()
+        return response
+
+    async def _pump(self, stream: Stream, answer: Answer, reply: Reply) -> None:
+        """From the worker to the client, until the answer has ended."""
+        async for output in stream:
+            if output.tokens or output.finish:
+                delta = answer.take(output, self._leader.clock())
+                if delta.finish:
+                    stream.close("stop")  # before a slow client is waited for
+                await reply.say(delta, answer)
+                if delta.finish:
+                    return
+            if output.problem:
+                raise error_of(output.problem)
+        raise PdrtError("the worker's outputs ended without an end")
+
+    def _reply(self, request: web.Request, call: Call) -> Reply:
+        order, path = call.order, str(request[PD_PATH])
+        voice: Voice = (
+            GenerateVoice(call.request_id, call.shown_room, path)
+            if order.dialect == "generate"
+            else OpenAIVoice(
+                call.request_id,
+                self._leader.model,
+                int(self._leader.wall()),
+                is_chat=order.dialect == "chat",
+                with_usage=order.include_usage,
+                with_usage_always=order.usage_always,
+            )
+        )
+        if order.stream:
+            return StreamReply(request, voice, call.request_id, self._leader.role)
+        return WholeReply(voice)
+
+    @contextmanager
+    def _claimed(self, call: Call) -> Iterator[None]:
+        """A client's bootstrap_room never runs twice at once; behind a router, that sees to it."""
+        room = call.order.client_room
+        if room is None:
+            yield
+            return
+        if room in self._client_rooms:
+            raise Conflict(f"bootstrap_room {room} is in flight")
+        self._client_rooms.add(room)
+        try:
+            yield
+        finally:
+            self._client_rooms.discard(room)
+
+    @contextmanager
+    def _told(self, request: web.Request) -> Iterator[Outcome]:
+        """Count and log how a request ended, also when its client left."""
+        outcome = Outcome()
+        try:
+            yield outcome
+        except PdrtError as error:
+            outcome.code = error.code
+            raise
+        except asyncio.CancelledError:
+            outcome.code = "client_gone"
+            raise
+        except Exception:
+            outcome.code = "internal"
+            raise
+        finally:
+            self._tell(request, outcome)
+
+    def _tell(self, request: web.Request, outcome: Outcome) -> None:
+        self._meter.ended(request.path, outcome.code)
+        if outcome.answer is not None and outcome.code == "ok":
+            self._meter.answered(outcome.answer)
+        log.info(
+            "request_ended",
+            request_id=request_id_of(request),
+            room=outcome.room,
+            path=request.path,
+            code=outcome.code,
+            **(outcome.answer.usage() if outcome.answer is not None else {}),
+        )
+
+
+async def _prefilled(stream: Stream) -> int:
+    """The tokens that were cached, once the worker is done. Raises what it failed with."""
+    async for output in stream:
+        if output.problem:
+            raise error_of(output.problem)
+        if output.finish:
+            return output.cached_tokens
+    raise PdrtError("the worker's outputs ended without an end")
+
+
+@asynccontextmanager
+async def _until(left: float) -> AsyncIterator[None]:
+    """Raises DeadlinePassed when `left` seconds are over."""
+    if left <= 0:
+        raise DeadlinePassed("the request's deadline has passed")
+    try:
+        async with asyncio.timeout(left):
+            yield
+    except TimeoutError:
+        raise DeadlinePassed("the request's deadline has passed") from None
