@@ -136,10 +136,10 @@ async def keep_trying(
 ) -> T:
     """What `call` returns once it succeeds.
 
-    Raises what asking again cannot change at once, and Unavailable with the last answer when
-    `within_s` seconds are over.
+    Raises what asking again cannot change at once, and a kind of Unavailable with the last
+    answer when `within_s` seconds are over.
     """
-    deadline, tries, last = clock() + within_s, 0, "no answer"
+    deadline, tries, last = clock() + within_s, 0, Unavailable("no answer")
     for pause in pauses():
         tries += 1
         try:
@@ -147,14 +147,16 @@ async def keep_trying(
                 return await call()
         except _FINAL:
             raise
+        except Unavailable as error:
+            last = error
         except PdrtError as error:
-            last = str(error)
+            last = Unavailable(str(error))
         except TimeoutError:
             break
         if clock() + pause >= deadline:
             break
         await sleep(pause)
-    raise Unavailable(f"gave up after {within_s:g} s and {tries} tries: {last}")
+    raise type(last)(f"gave up after {within_s:g} s and {tries} tries: {last}")
 
 
 async def fetch_route(
@@ -204,13 +206,14 @@ async def _renew(
     time: tuple[Clock, Sleep],
 ) -> float:
     clock, sleep = time
-    pause = pauses(longest_s)
+    pause, is_told = pauses(longest_s), False
     while True:
         try:
             return await once()
         except _FINAL:
             raise
         except PdrtError as error:
-            if clock() >= held_until:
+            if clock() >= held_until and not is_told:
+                is_told = True
                 report(f"the lease has lapsed: {error}")
         await sleep(next(pause))
