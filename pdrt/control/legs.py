@@ -31,6 +31,8 @@ class State(StrEnum):
 
 
 OVER: Final = frozenset({State.SERVED, State.FAILED, State.LEFT})
+_SILENT: Final = (State.OPEN, State.JOINING, State.AWAITING, State.HELD)
+_PROMPTING: Final = (State.OPEN, State.JOINING, State.HELD)  # prefill's outcome is awaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +228,13 @@ class Route:
     def is_over(self) -> bool:
         return self.state in OVER
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether the client has heard nothing yet, so that legs may still be replaced."""
-        return not self.is_over and self.state is not State.STREAMING
+    def may_replace(self, event: Event) -> bool:
+        """Whether another instance may take a failed one's place: the client has heard nothing."""
+        if not self.is_current(event):
+            return False
+        if isinstance(event, PrefillFailed):
+            return event.failure.elsewhere and self.state in _PROMPTING
+        return isinstance(event, DecodeFailed) and event.failure.elsewhere and self.state in _SILENT
 
     def is_current(self, event: Event) -> bool:
         """Whether the event speaks of a leg that has not been replaced."""
@@ -260,7 +265,7 @@ def _open_alone(route: Route) -> list[Effect]:
 def _join(route: Route, _event: PrefillReplaced) -> Sequence[Effect]:
     route.tries += 1
     route.prefill_leg += 1
-    return [OpenPrefill(route.prefill_leg), Rebind(route.prefill_leg)]
+    return [CancelPrefill(), OpenPrefill(route.prefill_leg), Rebind(route.prefill_leg)]
 
 
 def _start_over(route: Route, event: PairReplaced) -> Sequence[Effect]:
@@ -298,7 +303,6 @@ def _let_go(_route: Route, _event: ClientLeft) -> Sequence[Effect]:
 
 
 _S = State
-_SILENT: Final = (_S.OPEN, _S.JOINING, _S.AWAITING, _S.HELD)
 _PROVEN: Final = "decode's answer proves that the prompt has arrived"
 
 ROUTE: Table[State, Route, Effect] = Table(

@@ -1,0 +1,247 @@
+"""An instance as the router sees it: its life, what it says of itself, what it carries.
+
+The promise: whatever runs on an instance is told of its death in the same breath in which the
+router learns of it, so nobody waits for a peer that is known to be gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Literal, Protocol, TypeAlias
+from urllib.parse import urlsplit
+
+import structlog
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
+
+from pdrt.config import Target
+from pdrt.control.policy import Load, PolicyName, choose
+from pdrt.data.peer import PEER, Beat, Died, Health, Miss
+from pdrt.errors import BadMessage, ConfigError, PdrtError, PeerLost
+
+Role: TypeAlias = Literal["prefill", "decode", "hybrid"]
+log = structlog.get_logger(__name__)
+
+
+@checked(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="ignore"))
+class Status:
+    """What a leader says of itself (GET /internal/status)."""
+
+    role: Role
+    state: str
+    model: str = ""
+    instance_epoch: int = 0
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    ready_ranks: tuple[int, ...] = (0,)
+    last_fault_at: float | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready" and bool(self.ready_ranks)
+
+
+_STATUS: Final = TypeAdapter(Status)
+
+
+def read_status(body: object) -> Status:
+    """Raises BadMessage."""
+    try:
+        return _STATUS.validate_python(body)
+    except ValidationError as error:
+        raise BadMessage(f"no status: {str(error)[:300]}") from error
+
+
+class Listener(Protocol):
+    """Who wants to know what becomes of an instance."""
+
+    def renewed(self, instance: Instance) -> None:
+        """It died or was restarted: what was true of it need not be any more."""
+        ...
+
+    def faulted(self, instance: Instance) -> None:
+        """It lives, and something in it failed."""
+        ...
+
+    def changed(self) -> None:
+        """Health or status differ from before."""
+        ...
+
+
+class Hold:
+    """One leg's claim on an instance: counted from dispatch, released once."""
+
+    __slots__ = ("_instance", "_tokens", "dp_rank", "on_lost")
+
+    def __init__(
+        self, instance: Instance, tokens: int, dp_rank: int, on_lost: Callable[[PdrtError], None]
+    ) -> None:
+        self._instance: Instance | None = instance
+        self._tokens = tokens
+        self.dp_rank = dp_rank
+        self.on_lost = on_lost
+
+    def release(self) -> None:
+        if self._instance is not None:
+            self._instance.forget(self, self._tokens)
+            self._instance = None
+
+
+class Instance:
+    """One leader that the router may send to."""
+
+    def __init__(self, role: Role, target: Target, listener: Listener) -> None:
+        self.role: Role = role
+        self._listener = listener
+        self.url, where = base_url(target.http)
+        self.name = f"{role} {where}"
+        self.health = Health.UNKNOWN
+        self.status: Status | None = None
+        self.reason = "not heard of yet"
+        self.load = Load()
+        self.nudged = asyncio.Event()  # look again now
+        self._bootstrap = _host_port(target.bootstrap or where)
+        self._ranks: dict[int, Load] = {}
+        self._holds: set[Hold] = set()
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.health}>"
+
+    @property
+    def is_routable(self) -> bool:
+        alive = self.health in (Health.ALIVE, Health.SUSPECT)
+        return alive and self.status is not None and self.status.is_ready
+
+    @property
+    def why_not(self) -> str:
+        """What keeps it from taking requests, or nothing."""
+        if self.is_routable:
+            return ""
+        if self.health is Health.ALIVE and self.status is not None:
+            return f"{self.name} is {self.status.state}"
+        return f"{self.name} is {self.health}: {self.reason}"
+
+    @property
+    def bootstrap(self) -> tuple[str, int]:
+        """Where its bootstrap server is: what it says itself, else what the config says."""
+        said = self.status
+        if said is not None and said.bootstrap_host and said.bootstrap_port:
+            return said.bootstrap_host, said.bootstrap_port
+        return self._bootstrap
+
+    def choose_rank(self, policy: PolicyName) -> int:
+        ready = self.status.ready_ranks if self.status else (0,)
+        return choose(policy, {rank: self._rank(rank) for rank in ready})
+
+    def hold(
+        self, tokens: int, dp_rank: int, turn: int, on_lost: Callable[[PdrtError], None]
+    ) -> Hold:
+        """Count a leg here from now on; `on_lost` is called if the instance dies under it."""
+        hold = Hold(self, tokens, dp_rank, on_lost)
+        for load in (self.load, self._rank(dp_rank)):
+            load.take(tokens)
+            load.last = turn
+        self._holds.add(hold)
+        return hold
+
+    def forget(self, hold: Hold, tokens: int) -> None:
+        self._holds.discard(hold)
+        for load in (self.load, self._rank(hold.dp_rank)):
+            load.give(tokens)
+
+    def heard(self, status: Status) -> None:
+        """It answered. A new epoch is a new peer: what the old one carried is lost."""
+        before, self.status = self.status, status
+        if before is not None and before.instance_epoch != status.instance_epoch:
+            self._lose(f"{self.name} was restarted")
+        elif before is not None and before.last_fault_at != status.last_fault_at:
+            self._listener.faulted(self)
+        self._step(Beat(), "")
+        if before != status:
+            self._listener.changed()
+
+    def missed(self, reason: str) -> None:
+        self._step(Miss(), reason)
+
+    def died(self, reason: str) -> None:
+        """A refused connection is as good as two misses."""
+        self._step(Died(), reason)
+        self.nudged.set()
+
+    def _step(self, event: Beat | Miss | Died, reason: str) -> None:
+        before = self.health
+        self.reason = reason or self.reason
+        self.health, effects = PEER.step(before, self, event)
+        if self.health is not before:
+            log.info("instance", name=self.name, health=self.health, reason=reason)
+            self._listener.changed()
+        if effects and self.health is Health.DEAD:
+            self.status = None
+            self._lose(f"{self.name} is gone: {reason}")
+
+    def _lose(self, reason: str) -> None:
+        self._listener.renewed(self)
+        for hold in tuple(self._holds):
+            hold.on_lost(PeerLost(reason))
+
+    def _rank(self, dp_rank: int) -> Load:
+        return self._ranks.setdefault(dp_rank, Load())
+
+
+Probe: TypeAlias = Callable[[Instance], Awaitable[Status]]
+
+
+async def watch(instance: Instance, probe: Probe, every: float, within: float) -> None:
+    """Probe forever, at once after a first miss. Cancel the task to stop."""
+    while True:
+        before = instance.health
+        try:
+            async with asyncio.timeout(within):
+                status = await probe(instance)
+        except TimeoutError:
+            instance.missed(f"no answer within {within:g} s")
+        except PdrtError as error:
+            instance.missed(str(error))
+        else:
+            instance.heard(status)
+        if instance.health is Health.SUSPECT and before is not Health.SUSPECT:
+            continue  # the second look decides, and nobody should wait for it
+        await _pause(instance, every)
+
+
+async def _pause(instance: Instance, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await instance.nudged.wait()
+    except TimeoutError:
+        pass
+    instance.nudged.clear()
+
+
+def base_url(text: str) -> tuple[str, str]:
+    """(URL without a path, host:port) of a target as configured. Raises ConfigError."""
+    parts = urlsplit(text if "://" in text else f"http://{text}")
+    try:
+        is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port
+    except ValueError:
+        is_good = False
+    if not is_good or parts.path.strip("/"):
+        raise ConfigError(f"target http = {text!r}: want host:port or http://host:port")
+    return f"{parts.scheme}://{parts.netloc}", parts.netloc
+
+
+def _host_port(text: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port:
+        raise ConfigError(f"target bootstrap = {text!r}: want host:port")
+    return host, port
+
+
+def reasons(instances: Sequence[Instance]) -> str:
+    """Why none of these can serve."""
+    return "; ".join(filter(None, (each.why_not for each in instances))) or "none is configured"

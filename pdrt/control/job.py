@@ -1,0 +1,99 @@
+"""What a client wants, as the relay sees it: two bodies to send and a weight to count."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdrt.control.http import Json
+from pdrt.control.order import Chat, LegSide, Order, Pin, leg_body
+from pdrt.control.policy import weight_of
+from pdrt.control.schema import Leg
+
+
+class Job(Protocol):
+    """A request that can be sent to leaders."""
+
+    @property
+    def stream(self) -> bool: ...
+
+    @property
+    def prompt_weight(self) -> int:
+        """Tokens that prefill computes, about."""
+        ...
+
+    @property
+    def answer_weight(self) -> int:
+        """Tokens that decode will hold, about."""
+        ...
+
+    def body(self, side: LegSide, leg: Leg) -> bytes:
+        """What one leader is sent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OrderJob:
+    """A checked request for pdrt's instances; `seed` is for both legs if the client gave none."""
+
+    order: Order
+    seed: int
+
+    @property
+    def stream(self) -> bool:
+        return self.order.stream
+
+    @property
+    def prompt_weight(self) -> int:
+        prompt = self.order.prompt
+        return weight_of(list(prompt.turns) if isinstance(prompt, Chat) else prompt)
+
+    @property
+    def answer_weight(self) -> int:
+        return self.prompt_weight + (self.order.max_tokens or self.order.default_tokens or 0)
+
+    def body(self, side: LegSide, leg: Leg) -> bytes:
+        return _dumped(leg_body(side, self.order, leg, self.seed))
+
+
+@dataclass(frozen=True, slots=True)
+class PlainJob:
+    """A request for plain backends: the client's fields as they came, and where to meet."""
+
+    fields: Json
+
+    @property
+    def stream(self) -> bool:
+        return self.fields.get("stream") is True
+
+    @property
+    def prompt_weight(self) -> int:
+        names = ("prompt", "text", "input_ids", "messages")
+        return weight_of(next((self.fields[n] for n in names if n in self.fields), None))
+
+    @property
+    def answer_weight(self) -> int:
+        return self.prompt_weight
+
+    @property
+    def pin(self) -> Pin | None:
+        host, port = self.fields.get("bootstrap_host"), self.fields.get("bootstrap_port")
+        return Pin(host, port) if isinstance(host, str) and isinstance(port, int) else None
+
+    def body(self, side: LegSide, leg: Leg) -> bytes:
+        if side == "hybrid":
+            return _dumped(self.fields)
+        meet: Json = {
+            "bootstrap_room": leg.bootstrap_room,
+            "bootstrap_host": leg.bootstrap_host,
+            "bootstrap_port": leg.bootstrap_port,
+        }
+        fields = self.fields | meet
+        if side == "prefill":
+            fields = {k: v for k, v in fields.items() if k not in ("stream", "stream_options")}
+        return _dumped(fields)
+
+
+def _dumped(fields: Json) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode()
