@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -88,7 +89,7 @@ def up(
         transport=transport,
     )
     wanted.check()
-    wanted = replace(wanted, model=_model_directory(defaults.model.path))
+    wanted = replace(wanted, model=_with_model(defaults).model.path)
     raise typer.Exit(bring_up(wanted, defaults, _out(), os.environ, with_chat=chat))
 
 
@@ -102,7 +103,7 @@ def demo_model(
     ] = False,
 ) -> None:
     """Prepare the demo model (SmolLM2-135M-Instruct, 269 MB) in your cache directory."""
-    made = _model_directory("demo")
+    made = _demo_model()
     typer.echo(made if path else f"the demo model is in {made}")
 
 
@@ -116,10 +117,9 @@ def node(
     node_index: Annotated[int, typer.Option(min=0, help="Place in [parallel] ips.")] = 0,
 ) -> None:
     """Run one node: a supervisor and its device workers."""
+    settings = node_settings(conf)
     from pdrt.node import main as run_node
 
-    settings = config.load(NodeConfig, conf)
-    settings = _with_model(_with_key(settings, config.is_loopback(settings.parallel.local_ip)))
     raise typer.Exit(run_node(role.value, settings, node_index))
 
 
@@ -134,18 +134,11 @@ def router(
     hybrid_addrs: Annotated[str, typer.Option(help="Leaders, host:port, comma-separated.")] = "",
 ) -> None:
     """Run the router, the one address that clients talk to."""
+    named = {"prefill": prefill_addrs, "decode": decode_addrs, "hybrid": hybrid_addrs}
+    settings = router_settings(conf, named)
     from pdrt.control.router import main as run_router
 
-    named = {"prefill": prefill_addrs, "decode": decode_addrs, "hybrid": hybrid_addrs}
-    targets = {role: _targets(text) for role, text in named.items() if text}
-    if conf is None and not targets:
-        raise ConfigError("no targets: give --conf FILE, or --prefill-addrs and --decode-addrs")
-    if conf is not None and targets:
-        raise ConfigError("give either --conf or addresses, not both")
-    settings = config.load(RouterConfig, conf, options=targets)
-    hosts = [t.http for t in (*settings.prefill, *settings.decode, *settings.hybrid)]
-    is_local = all(map(_is_loopback_target, hosts)) and config.is_loopback(settings.local_ip)
-    raise typer.Exit(run_router(_with_key(settings, is_local)))
+    raise typer.Exit(run_router(settings))
 
 
 @app.command(epilog="Example: `pdrt generate 'The capital of France is' --max-tokens 32`")
@@ -214,10 +207,29 @@ def _top(
         raise typer.Exit
 
 
-def main() -> None:
+def node_settings(conf: Path | None) -> NodeConfig:
+    """What `pdrt node --conf` runs with: a real model directory, and a key. Raises ConfigError."""
+    settings = config.load(NodeConfig, conf)
+    return _with_model(_with_key(settings, config.is_loopback(settings.parallel.local_ip)))
+
+
+def router_settings(conf: Path | None, named: Mapping[str, str]) -> RouterConfig:
+    """What `pdrt router` runs with, from a file or from addresses. Raises ConfigError."""
+    targets = {role: _targets(text) for role, text in named.items() if text}
+    if conf is None and not targets:
+        raise ConfigError("no targets: give --conf FILE, or --prefill-addrs and --decode-addrs")
+    if conf is not None and targets:
+        raise ConfigError("give either --conf or addresses, not both")
+    settings = config.load(RouterConfig, conf, options=targets)
+    hosts = [t.http for t in (*settings.prefill, *settings.decode, *settings.hybrid)]
+    is_local = all(map(_is_loopback_target, hosts)) and config.is_loopback(settings.local_ip)
+    return _with_key(settings, is_local)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Where `pdrt` starts. A mistake of the user is one line, never a traceback."""
     try:
-        app()
+        app(arguments)
     except ConfigError as error:
         _fail(error, 2)
     except PdrtError as error:
@@ -235,16 +247,27 @@ def _out() -> Console:
     return Console(highlight=False)
 
 
-def _model_directory(path: str) -> str:
-    """A real directory (or `null`): the demo model is prepared when it is asked for."""
-    if path != "demo":
-        return path if path == "null" else str(Path(path).expanduser().resolve())
+def _with_model(settings: NodeConfig) -> NodeConfig:
+    """The same with the model's real directory (or `null`). Raises ConfigError."""
+    from pdrt.modelspec import NULL_PATH, ModelSpec
+
+    path = settings.model.path
+    if path == "demo":
+        path = str(_demo_model())
+    elif path != NULL_PATH:
+        path = str(Path(path).expanduser().resolve())
+    ModelSpec.read(path, settings.model.max_model_len)
+    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
+
+
+def _demo_model() -> Path:
+    """The demo model's directory, made when it is not there, with its progress on stderr."""
     from pdrt import demo
 
-    console = Console(stderr=True, highlight=False)
     cache = config.cache_dir()
     if demo.is_prepared(cache):
-        return str(demo.directory(cache))
+        return demo.directory(cache)
+    console = Console(stderr=True, highlight=False)
     with console.status("preparing the demo model") as status:
 
         def tell(stage: str) -> None:
@@ -255,12 +278,7 @@ def _model_directory(path: str) -> str:
             else:
                 status.start()
 
-        return str(demo.prepare(cache, tell))
-
-
-def _with_model(settings: NodeConfig) -> NodeConfig:
-    path = _model_directory(settings.model.path)
-    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
+        return demo.prepare(cache, tell)
 
 
 def _with_key(settings: C, is_local: bool) -> C:

@@ -27,8 +27,10 @@ _KEPT_LINES: Final = 12
 class Child:
     """One process, its log and whether it has ended."""
 
-    def __init__(self, part: Part, process: asyncio.subprocess.Process, log: Path) -> None:
-        self.part, self._process, self._log = part, process, log
+    def __init__(
+        self, part: Part, process: asyncio.subprocess.Process, log: Path, max_log_bytes: int
+    ) -> None:
+        self.part, self._process, self._log, self._max = part, process, log, max_log_bytes
         self._reader = log.open("rb")
         self._tail: deque[str] = deque(maxlen=_KEPT_LINES)
         self._rest = b""
@@ -36,7 +38,11 @@ class Child:
 
     @staticmethod
     async def start(
-        part: Part, arguments: Sequence[str], log: Path, environ: Mapping[str, str]
+        part: Part,
+        arguments: Sequence[str],
+        log: Path,
+        environ: Mapping[str, str],
+        max_log_bytes: int = _MAX_LOG_BYTES,
     ) -> Child:
         with log.open("ab") as out:
             process = await asyncio.create_subprocess_exec(
@@ -48,7 +54,7 @@ class Child:
                 start_new_session=True,  # Ctrl-C is ours; they get SIGTERM when it is their turn
                 preexec_fn=_dying_with_parent(),
             )
-        return Child(part, process, log)
+        return Child(part, process, log, max_log_bytes)
 
     @property
     def pid(self) -> int:
@@ -62,7 +68,7 @@ class Child:
         """Whole lines written since the last call."""
         data = self._rest + self._reader.read()
         *lines, self._rest = data.split(b"\n")
-        if self._reader.tell() > _MAX_LOG_BYTES:  # it appends, so it goes on at the new end
+        if self._reader.tell() > self._max:  # it appends, so it goes on at the new end
             os.truncate(self._log, 0)
             self._reader.seek(0)
         said = [line.decode(errors="replace") for line in lines if line.strip()]

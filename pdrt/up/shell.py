@@ -89,7 +89,7 @@ class Cluster:
         self._parts, self._folder, self._screen, self._environ = parts, folder, screen, environ
         self._program = program
         self._headers = {"authorization": f"Bearer {key.bearer()}"}
-        self._children: list[Child] = []
+        self.children: list[Child] = []
         self._router = next(part for part in parts if part.role == "router")
 
     async def serve(self, patience: Patience, meanwhile: Meanwhile | None = None) -> int:
@@ -121,14 +121,14 @@ class Cluster:
                 conf.with_suffix(".log"),
                 child_environment(part, self._environ),
             )
-            self._children.append(child)
+            self.children.append(child)
 
     async def _becomes_ready(self, asked: Asked, within_s: float) -> bool:
         """False when asked to stop before. Raises PeerLost or Unavailable when it never will."""
         async with self._session() as session:
             for _ in range(int(within_s / _LOOK_S) + 1):
                 self._hear()
-                for child in self._children:
+                for child in self.children:
                     if child.exit_status is not None:
                         self._tell_end(child)
                         raise PeerLost(f"{child.part.name} ended before the cluster was ready")
@@ -141,7 +141,7 @@ class Cluster:
         raise Unavailable(f"not ready after {within_s:g} s; the router says: {reason}")
 
     def _hear(self) -> None:
-        for child in self._children:
+        for child in self.children:
             for line in child.new_lines():
                 if loaded := read_loaded(line):
                     self._screen.loading(child.part, loaded)
@@ -160,10 +160,10 @@ class Cluster:
         async with self._session() as session:
             while not asked.stop.is_set():
                 self._hear()
-                for child in self._children:
+                for child in self.children:
                     if child.exit_status is not None and not child.is_told:
                         self._tell_end(child)
-                living = [child for child in self._children if child.exit_status is None]
+                living = [child for child in self.children if child.exit_status is None]
                 if not living:
                     return
                 self._screen.status(status_line(await self._statuses(session, living)))
@@ -188,9 +188,9 @@ class Cluster:
 
     async def _end(self, asked: Asked, grace_s: float) -> bool:
         """Router first, so that what is under way finishes. Whether all ended as they should."""
-        router = [child for child in self._children if child.part.role == "router"]
-        nodes = [child for child in self._children if child.part.role != "router"]
-        failed = [child for child in self._children if child.exit_status]
+        router = [child for child in self.children if child.part.role == "router"]
+        nodes = [child for child in self.children if child.part.role != "router"]
+        failed = [child for child in self.children if child.exit_status]
         if router or nodes:
             self._screen.say("draining; Ctrl-C again ends at once", "dim")
         until = time.monotonic() + grace_s + 1.0
@@ -198,7 +198,7 @@ class Cluster:
         killed += await end(nodes, max(1.0, until - time.monotonic()), asked.hurry)
         for child in killed:
             self._screen.problem(f"{child.part.name} did not end in time and was killed")
-        for child in self._children:
+        for child in self.children:
             if child.exit_status and child not in killed and not child.is_told:
                 self._tell_end(child)
                 failed.append(child)

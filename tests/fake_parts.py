@@ -1,0 +1,55 @@
+"""Stand-ins for `pdrt node` and `pdrt router`, run as real processes by the tests of `pdrt up`.
+
+    python fake_parts.py BEHAVIOUR HOST PORT
+
+`node` tells a bit of load progress and waits for SIGTERM; `router` answers /ready; `deaf` ignores
+SIGTERM; `broken` says why it cannot start and exits 3; `mortal` is a node that dies on GET /die.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import FrameType
+
+LOAD = {"running": 3, "waiting": 1, "blocks_used": 5, "blocks_total": 9}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/die":
+            os._exit(9)
+        body = json.dumps({"state": "ready", "load": LOAD}).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+
+def leave(_number: int, _frame: FrameType | None) -> None:
+    os._exit(0)
+
+
+def say(**told: object) -> None:
+    sys.stderr.write(json.dumps(told) + "\n")
+    sys.stderr.flush()
+
+
+def main(behaviour: str, host: str, port: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" else leave)
+    if behaviour == "broken":
+        say(event="cannot start", error="no such model")
+        sys.exit(3)
+    say(event="loading", worker="0,0,0", stage="weights", done=1, total=4)
+    ThreadingHTTPServer((host, int(port)), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
