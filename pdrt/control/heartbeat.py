@@ -18,7 +18,7 @@ from aiohttp import ClientSession
 
 from pdrt.config import bracketed
 from pdrt.control.bootstrap_client import BootstrapClient, Clock, Sleep
-from pdrt.data.peer import Beat, Died, Health, Miss, PeerEvent, PeerRecord, feed
+from pdrt.data.peer import PEER, Beat, Died, Event, Health, Miss
 from pdrt.errors import PdrtError
 from pdrt.keys import ClusterKey
 
@@ -61,19 +61,12 @@ Tell: TypeAlias = Callable[[News], None]
 class Watched:
     """One leader that we know of."""
 
-    record: PeerRecord
+    name: str
+    health: Health = Health.UNKNOWN
     epoch: int = -1
     reason: str = ""
     used: float = 0.0  # when somebody was last interested
     due: float = 0.0  # Callers: when its next call is missed
-
-    @property
-    def name(self) -> str:
-        return self.record.name
-
-    @property
-    def health(self) -> Health:
-        return self.record.health
 
     def heard(self, epoch: int, tell: Tell) -> None:
         """It lives, in this epoch."""
@@ -85,14 +78,11 @@ class Watched:
     def missed(self, reason: str, tell: Tell) -> None:
         self._feed(Miss(), reason, tell)
 
-    def _feed(self, event: PeerEvent, reason: str, tell: Tell) -> None:
+    def _feed(self, event: Event, reason: str, tell: Tell) -> None:
         self.reason = reason
-        for effect in feed(self.record, event):
-            tell(News(effect.peer, effect.health, self.epoch, reason))
-
-
-def _unknown(name: str) -> Watched:
-    return Watched(PeerRecord(name))
+        self.health, effects = PEER.step(self.health, self, event)
+        for effect in effects:
+            tell(News(self.name, effect.health, self.epoch, reason))
 
 
 async def watch(
@@ -128,7 +118,7 @@ class Heartbeat:
         address = host, port
         peer = self._peers.get(address)
         if peer is None:
-            peer = self._peers[address] = _unknown(f"{bracketed(host)}:{port}")
+            peer = self._peers[address] = Watched(f"{bracketed(host)}:{port}")
             self._new.set()
         peer.used = self._time.clock()
         self._peers.move_to_end(address)
@@ -174,7 +164,7 @@ class Callers:
         name, _, epoch = caller.partition(" ")
         if not (name and epoch.isascii() and epoch.isdigit() and len(caller) <= 256):
             return
-        peer = self._peers.setdefault(name, _unknown(name))
+        peer = self._peers.setdefault(name, Watched(name))
         peer.used = self._time.clock()
         peer.due = peer.used + self._timing.every_s + self._timing.timeout_s
         peer.heard(int(epoch), self._tell)
