@@ -88,6 +88,8 @@ class Scheduler:
             book.outbox.append(Say(Output(room=request.room, finish=finish)))
             return None
         request.state = state
+        if state is State.QUEUED:
+            request.source = None  # nobody else computes it, now or later
         book.enter(request)
         return request
 

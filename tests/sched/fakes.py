@@ -1,0 +1,206 @@
+"""A device, a transfer side and a rig that drive a scheduler without anything real.
+
+The device keeps the token of each position in its pool and draws from what it reads back there,
+so that a block with two owners, a wrong table or a lost chunk changes an answer.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from pdrt.data.events import SLOT_COMPLETE, Received, SlotRecord, TransferEvent
+from pdrt.device.batch import Drawn, SeqStep
+from pdrt.messages import Output, Sampling, Source, Submit, pack_ids
+from pdrt.sched.blocks import Quarantine
+from pdrt.sched.book import Book, SchedStats
+from pdrt.sched.effects import Effect, Say
+from pdrt.sched.events import Order
+from pdrt.sched.plan import Plan
+from pdrt.sched.request import State
+
+EOS = 0
+HOME = Source(host="127.0.0.1", port=18800, dp_rank=0)
+AWAY = Source(host="127.0.0.2", port=18800, dp_rank=0)
+VOCABULARY = 97
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """A pure function of all tokens so far; never EOS, so that lengths are known."""
+    return 1 + zlib.crc32(pack_ids(list(tokens))) % (VOCABULARY - 1)
+
+
+def answer(prompt: Sequence[int], count: int) -> list[int]:
+    """What a client must get, whatever happened on the way."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def submit(
+    room: int,
+    prompt: Sequence[int],
+    *,
+    attempt: int = 0,
+    max_tokens: int = 4,
+    time_left: float = 100.0,
+    source: Source | None = HOME,
+    said: Sequence[int] = (),
+    ignore_eos: bool = True,
+    stop: tuple[int, ...] = (),
+) -> Submit:
+    return Submit(
+        room=room,
+        attempt=attempt,
+        request_id=f"r{room}",
+        tokens=pack_ids([*prompt, *said]),
+        prompt_tokens=len(prompt),
+        sampling=Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop),
+        time_left=time_left,
+        source=source,
+    )
+
+
+class FakeDevice:
+    """Executes steps; `script` overrides what is drawn at a position (room-independent)."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.pool = [[-1] * block_size for _ in range(blocks)]
+        self.block_size = block_size
+        self.script: dict[int, int] = {}
+        self.batches: list[tuple[SeqStep, ...]] = []
+
+    def read(self, blocks: Sequence[int], count: int) -> list[int]:
+        return [self.pool[blocks[i // self.block_size]][i % self.block_size] for i in range(count)]
+
+    def write(self, blocks: Sequence[int], start: int, tokens: Iterable[int]) -> None:
+        for i, token in enumerate(tokens, start):
+            self.pool[blocks[i // self.block_size]][i % self.block_size] = token
+
+    def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
+        self.batches.append(tuple(batch))
+        for step in batch:
+            self.write(step.blocks, step.start, step.tokens)
+        return [self._draw(step) for step in batch if step.draw is not None]
+
+    def _draw(self, step: SeqStep) -> Drawn:
+        count = step.start + len(step.tokens)
+        token = self.script.get(count, next_token(self.read(step.blocks, count)))
+        return Drawn(step.key, token, -0.5)
+
+
+class AnyScheduler(Protocol):
+    """The shape all three have for the worker."""
+
+    book: Book
+
+    def submit(self, submit: Submit, now: float) -> None: ...
+    def feed(self, event: TransferEvent | Order, now: float) -> None: ...
+    def plan(self, now: float) -> Plan: ...
+    def commit(self, plan: Plan, drawn: Sequence[Drawn], now: float) -> None: ...
+    def next_timer(self) -> float | None: ...
+    def drain(self) -> None: ...
+    def stats(self) -> SchedStats: ...
+    @property
+    def is_idle(self) -> bool: ...
+
+
+class Rig:
+    """A scheduler with its device and clock; Says are collected, other effects kept in order."""
+
+    def __init__(self, sched: AnyScheduler, device: FakeDevice) -> None:
+        self.sched, self.device, self.now = sched, device, 0.0
+        self.book = sched.book
+        self.said: dict[int, list[int]] = {}
+        self.ends: dict[int, list[str]] = {}
+        self.outputs: list[Output] = []
+        self.effects: list[Effect] = []
+
+    def submit(self, message: Submit) -> None:
+        self.sched.submit(message, self.now)
+        self.drain()
+
+    def feed(self, event: TransferEvent | Order) -> None:
+        self.sched.feed(event, self.now)
+        self.drain()
+
+    def step(self) -> Plan:
+        """One whole step."""
+        plan = self.plan()
+        self.commit(plan)
+        return plan
+
+    def plan(self) -> Plan:
+        plan = self.sched.plan(self.now)
+        self.drain()
+        return plan
+
+    def commit(self, plan: Plan) -> None:
+        if plan.batch:
+            self.sched.commit(plan, self.device.execute(plan.batch), self.now)
+            self.drain()
+
+    def drain(self) -> None:
+        while self.book.outbox:
+            effect = self.book.outbox.popleft()
+            if isinstance(effect, Say):
+                self._hear(effect.output)
+            else:
+                self.effects.append(effect)
+
+    def _hear(self, output: Output) -> None:
+        self.outputs.append(output)
+        self.said.setdefault(output.room, []).extend(output.tokens)
+        if output.problem is not None:
+            self.ends.setdefault(output.room, []).append(output.problem.code)
+        elif output.finish is not None:
+            self.ends.setdefault(output.room, []).append(output.finish)
+
+    def take(self, kind: type[Effect]) -> list[Effect]:
+        """Effects of a kind so far; they are gone from the list then."""
+        found = [e for e in self.effects if isinstance(e, kind)]
+        self.effects = [e for e in self.effects if not isinstance(e, kind)]
+        return found
+
+    def state(self, room: int) -> State | None:
+        request = self.book.rooms.get(room)
+        return request.state if request else None
+
+
+def received(room: int, attempt: int, tokens: Sequence[int], token: int | None = None) -> Received:
+    """The slot as an honest prefill rank writes it."""
+    drawn = next_token(tokens) if token is None else token
+    record = SlotRecord(room, attempt, SLOT_COMPLETE, len(tokens), 0, drawn, -0.5)
+    return Received(room, attempt, record)
+
+
+def check_books(book: Book) -> None:
+    """Every block and slot has one owner, and only those who may hold something do."""
+    blocks = [b for r in book.requests.values() for b in r.blocks]
+    slots = [r.slot for r in book.requests.values() if r.slot is not None]
+    for _, held in book.quarantine:
+        blocks += held.blocks
+        slots += [held.slot] if held.slot is not None else []
+    assert len(blocks) == len(set(blocks)) == book.blocks.used
+    assert len(slots) == len(set(slots)) == book.slots.used
+    assert book.quarantine.blocks == sum(len(h.blocks) for _, h in book.quarantine)
+    holding = {State.TRANSFERRING, State.RUNNING, State.INFLIGHT}
+    for key, request in book.requests.items():
+        story = list(request.story)
+        assert bool(request.blocks) == (request.state in holding), story
+        assert (request.slot is not None) == (request.state is State.TRANSFERRING), story
+        assert book.queues[request.state][key] is request
+        assert book.timers.at(key) == request.due, story
+        in_line = request.state in (State.QUEUED, State.WAITING)
+        assert (request in list(book.line)) == in_line
+    assert sum(len(q) for q in book.queues.values()) == len(book.requests) == len(book.rooms)
+    assert len(book.timers) == len(book.requests)
+
+
+def is_baseline(book: Book) -> bool:
+    quarantine: Quarantine = book.quarantine
+    return not (
+        book.blocks.used or book.slots.used or book.requests or book.rooms or len(quarantine)
+    )

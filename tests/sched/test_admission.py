@@ -1,0 +1,107 @@
+"""The admission formula, who is passed by, and how long."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdrt.messages import Sampling
+from pdrt.sched.admission import Space, admit, reserve
+from pdrt.sched.limits import Limits
+from pdrt.sched.request import Request, State, blocks_for
+
+B, R = 4, 8
+LIMITS = Limits(block_size=B, reserved_tokens=R, patience=3)
+
+
+def waiting(key: int, prompt: int, *, max_tokens: int = 100, returning: bool = False) -> Request:
+    return Request(
+        key=key,
+        room=key,
+        attempt=0,
+        tokens=[1] * prompt,
+        prompt_tokens=prompt,
+        sampling=Sampling(max_tokens=max_tokens),
+        stops=frozenset(),
+        deadline=1.0,
+        state=State.WAITING,
+        is_returning=returning,
+    )
+
+
+def space(blocks: int, *, slots: int = 99, requests: int = 99) -> Space:
+    return Space(blocks=blocks, slots=slots, requests=requests, prefill_tokens=0)
+
+
+def granted(line: list[Request], free: Space) -> list[int]:
+    return [r.key for r, _ in admit(line, free, LIMITS).granted]
+
+
+@pytest.mark.parametrize("prompt", [1, 3, 4, 5, 13])
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_admission_is_the_formula(prompt: int, n: int) -> None:
+    """ceil((prompt + R) / B) <= free - n * ceil(R / B), at the boundary on both sides."""
+    enough = blocks_for(prompt + R, B) + n * blocks_for(R, B)
+    held = [waiting(100 + i, 5) for i in range(n)]
+    reserved = sum(reserve(r, LIMITS) for r in held)
+    assert granted([waiting(1, prompt)], space(enough - reserved)) == [1]
+    assert granted([waiting(1, prompt)], space(enough - 1 - reserved)) == []
+
+
+def test_blocks_are_granted_for_the_tokens_and_reserved_for_the_rest() -> None:
+    free = space(20)
+    admission = admit([waiting(1, 5)], free, LIMITS)
+    assert admission.granted[0][1] == 2
+    assert free.blocks == 20 - 2 - 2
+
+
+def test_no_more_is_reserved_than_a_request_may_still_say() -> None:
+    assert reserve(waiting(1, 5, max_tokens=1), LIMITS) == 1
+    assert granted([waiting(1, 7, max_tokens=1)], space(2)) == [1]
+
+
+def test_a_large_head_is_passed_by_and_ages_once_for_each_that_passes() -> None:
+    large = waiting(1, 100)
+    admission = admit([large, waiting(2, 1), waiting(3, 1)], space(12), LIMITS)
+    assert [r.key for r, _ in admission.granted] == [2, 3]
+    assert admission.overtaken == (large, large)
+
+
+def test_a_request_is_passed_by_no_more_often_than_patience_allows() -> None:
+    line = [waiting(1, 100), *(waiting(k, 1) for k in range(2, 12))]
+    assert granted(line, space(24)) == [2, 3, 4]
+
+
+def test_patience_is_counted_over_rounds() -> None:
+    large = waiting(1, 100)
+    large.overtaken = 2
+    assert granted([large, waiting(2, 1), waiting(3, 1)], space(24)) == [2]
+    large.overtaken = 3
+    assert granted([large, waiting(2, 1)], space(24)) == []
+
+
+def test_those_before_a_large_request_do_not_age_it() -> None:
+    large = waiting(9, 100)
+    admission = admit([waiting(1, 1), waiting(2, 1), large], space(12), LIMITS)
+    assert [r.key for r, _ in admission.granted] == [1, 2]
+    assert admission.overtaken == ()
+
+
+def test_a_request_that_comes_back_is_never_passed_by() -> None:
+    assert granted([waiting(1, 100, returning=True), waiting(2, 1)], space(24)) == []
+
+
+def test_no_slot_no_grant() -> None:
+    assert granted([waiting(1, 1), waiting(2, 1)], space(24, slots=1)) == [1]
+
+
+def test_no_seat_no_grant() -> None:
+    assert granted([waiting(1, 1), waiting(2, 1)], space(24, requests=1)) == [1]
+
+
+def test_what_is_computed_here_needs_prefill_budget_and_no_slot() -> None:
+    queued = waiting(1, 9)
+    queued.state = State.QUEUED
+    free = Space(blocks=24, slots=0, requests=9, prefill_tokens=3)
+    assert [r.key for r, _ in admit([queued], free, LIMITS).granted] == [1]
+    assert free.prefill_tokens < 0
+    assert admit([queued], free, LIMITS).granted == ()

@@ -1,0 +1,122 @@
+"""Who steps, who grows, who makes way; how prompts are cut."""
+
+from __future__ import annotations
+
+from pdrt.messages import Sampling
+from pdrt.sched.limits import Limits
+from pdrt.sched.plan import fit, prefill_budget, sendable, steps
+from pdrt.sched.request import Request, State
+
+LIMITS = Limits(block_size=4, max_batch_size=8, max_prefill_tokens=6)
+
+
+def running(
+    key: int, *, prompt: int, said: int, blocks: int, computed: int | None = None
+) -> Request:
+    tokens = prompt + said
+    return Request(
+        key=key,
+        room=key,
+        attempt=0,
+        tokens=list(range(tokens)),
+        prompt_tokens=prompt,
+        sampling=Sampling(),
+        stops=frozenset(),
+        deadline=1.0,
+        state=State.RUNNING,
+        blocks=list(range(100 * key, 100 * key + blocks)),
+        computed=tokens - 1 if computed is None else computed,
+    )
+
+
+def keys(requests: tuple[Request, ...]) -> list[int]:
+    return [r.key for r in requests]
+
+
+def test_only_those_at_a_block_boundary_grow() -> None:
+    inside = running(1, prompt=6, said=1, blocks=2)
+    full = running(2, prompt=6, said=2, blocks=2)
+    beyond = running(3, prompt=6, said=3, blocks=2)
+    fitting = fit([inside, full, beyond], 1, LIMITS)
+    assert keys(fitting.step) == [1, 2, 3]
+    assert keys(fitting.grow) == [3]
+    assert fitting.retract == ()
+
+
+def test_the_one_with_the_fewest_output_tokens_makes_way_first() -> None:
+    line = [running(1, prompt=4, said=5, blocks=2), running(2, prompt=8, said=1, blocks=2)]
+    fitting = fit(line, 0, LIMITS)
+    assert (keys(fitting.step), keys(fitting.grow), keys(fitting.retract)) == ([1], [1], [2])
+
+
+def test_of_two_with_equal_output_the_longer_prompt_makes_way() -> None:
+    line = [running(1, prompt=12, said=1, blocks=3), running(2, prompt=4, said=1, blocks=1)]
+    assert keys(fit(line, 0, LIMITS).retract) == [1]
+
+
+def test_of_equals_the_latest_makes_way() -> None:
+    line = [running(k, prompt=4, said=1, blocks=1) for k in (1, 2, 3)]
+    fitting = fit(line, 0, LIMITS)
+    assert keys(fitting.retract) == [3, 2]
+    assert keys(fitting.grow) == [1]
+
+
+def test_no_more_make_way_than_needed() -> None:
+    line = [running(k, prompt=12, said=1, blocks=3) for k in (1, 2, 3)]
+    fitting = fit(line, 0, LIMITS)
+    assert keys(fitting.retract) == [3]
+    assert keys(fitting.grow) == [1, 2]
+
+
+def test_the_last_one_is_never_retracted_but_waits() -> None:
+    fitting = fit([running(1, prompt=4, said=1, blocks=1)], 0, LIMITS)
+    assert (fitting.step, fitting.grow, fitting.retract) == ((), (), ())
+
+
+def test_those_beyond_the_batch_neither_step_nor_grow() -> None:
+    limits = Limits(block_size=4, max_batch_size=1)
+    line = [running(1, prompt=4, said=0, blocks=1), running(2, prompt=4, said=1, blocks=1)]
+    fitting = fit(line, 0, limits)
+    assert (keys(fitting.step), fitting.grow, fitting.retract) == ([1], (), ())
+
+
+def test_a_decode_step_is_the_last_token_with_a_draw() -> None:
+    request = running(1, prompt=4, said=1, blocks=2)
+    (step,) = steps([request], LIMITS)
+    assert (step.key, list(step.tokens), step.start) == (1, [4], 4)
+    assert step.draw is not None
+    assert step.draw.position == 5
+    assert step.draw.prompt_tokens == 4
+
+
+def test_a_prompt_is_cut_to_the_budget_and_draws_only_at_its_end() -> None:
+    request = running(1, prompt=10, said=0, blocks=3, computed=0)
+    (first,) = steps([request], LIMITS)
+    assert (first.start, len(first.tokens), first.draw) == (0, 6, None)
+    request.computed = 6
+    (second,) = steps([request], LIMITS)
+    assert (second.start, len(second.tokens)) == (6, 4)
+    assert second.draw is not None
+
+
+def test_the_budget_goes_to_the_oldest_prompt_and_never_stops_decoding() -> None:
+    line = [
+        running(1, prompt=5, said=0, blocks=2, computed=0),
+        running(2, prompt=5, said=0, blocks=2, computed=0),
+        running(3, prompt=5, said=0, blocks=2, computed=0),
+        running(4, prompt=5, said=1, blocks=2),
+    ]
+    batch = steps(line, LIMITS)
+    assert [(s.key, len(s.tokens)) for s in batch] == [(1, 5), (2, 1), (4, 1)]
+    assert batch[1].draw is None
+
+
+def test_what_the_runners_leave_of_the_budget_is_for_new_prompts() -> None:
+    assert prefill_budget([running(1, prompt=4, said=1, blocks=2)], LIMITS) == 6
+    assert prefill_budget([running(1, prompt=4, said=0, blocks=1, computed=0)], LIMITS) == 2
+    assert prefill_budget([running(1, prompt=90, said=0, blocks=30, computed=0)], LIMITS) == 0
+
+
+def test_only_whole_blocks_leave_before_the_prompt_is_computed() -> None:
+    assert [sendable(n, 0, LIMITS) for n in (3, 4, 7, 8)] == [0, 1, 1, 2]
+    assert sendable(8, 0, Limits(block_size=4, chunked=False)) == 0

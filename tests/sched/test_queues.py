@@ -1,0 +1,73 @@
+"""Who is next, and whose time is up."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrt.messages import Sampling
+from pdrt.sched.queues import Line, Timers
+from pdrt.sched.request import Request
+
+
+def request(key: int, *, returning: bool = False) -> Request:
+    return Request(key, key, 0, [1], 1, Sampling(), frozenset(), 1.0, is_returning=returning)
+
+
+def test_those_that_come_back_stand_first_and_oldest_first() -> None:
+    line = Line()
+    for one in (request(3), request(5, returning=True), request(4), request(2, returning=True)):
+        line.add(one)
+    assert [r.key for r in line] == [2, 5, 3, 4]
+    assert len(line) == 4
+
+
+def test_who_left_the_line_is_gone_and_may_leave_again() -> None:
+    line = Line()
+    one = request(1)
+    line.add(one)
+    line.discard(one)
+    line.discard(one)
+    assert list(line) == []
+
+
+def test_the_earliest_time_is_next_and_each_is_told_once() -> None:
+    timers = Timers()
+    timers.set(1, 5.0)
+    timers.set(2, 3.0)
+    assert timers.next() == 3.0
+    assert timers.pop_due(2.9) == []
+    assert timers.pop_due(5.0) == [2, 1]
+    assert timers.pop_due(9.0) == []
+    assert timers.next() is None
+
+
+def test_a_changed_time_replaces_the_old_one() -> None:
+    timers = Timers()
+    timers.set(1, 5.0)
+    timers.set(1, 8.0)
+    assert timers.pop_due(6.0) == []
+    assert timers.next() == 8.0
+    timers.set(1, 2.0)
+    assert timers.pop_due(2.0) == [1]
+
+
+def test_what_is_dropped_is_not_told() -> None:
+    timers = Timers()
+    timers.set(1, 5.0)
+    timers.drop(1)
+    timers.drop(1)
+    assert timers.next() is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 10)), max_size=400))
+def test_any_changes_leave_the_last_time_of_each_key_and_no_heap_of_old_ones(
+    changes: list[tuple[int, float]],
+) -> None:
+    timers = Timers()
+    for key, at in changes:
+        timers.set(key, at)
+    last = dict(changes)
+    assert timers.next() == (min(last.values()) if last else None)
+    assert len(timers._heap) <= 2 * 6 + 65  # noqa: SLF001 - that it is bounded is the promise
+    assert sorted(timers.pop_due(10.0)) == sorted(last)
