@@ -91,8 +91,21 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # jinja's own escapes for HTML
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without jinja's own escapes for HTML; the arguments are those that templates expect."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _refuse(message: str) -> NoReturn:

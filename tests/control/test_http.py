@@ -1,0 +1,234 @@
+"""Errors keep their meaning on the way through HTTP; bodies are bounded; strangers stay out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestClient, TestServer
+
+from pdrt.control.http import (
+    add_request_id,
+    error_body,
+    error_from_answer,
+    error_middleware,
+    error_of,
+    error_response,
+    listen,
+    parse_object,
+    problem_of,
+    read_json,
+    require_bearer,
+)
+from pdrt.errors import (
+    BadRequest,
+    ConfigError,
+    Overloaded,
+    PdrtError,
+    TooLarge,
+    Unavailable,
+    tree,
+)
+from pdrt.keys import ClusterKey
+from pdrt.messages import Problem
+
+KEY = ClusterKey(b"k" * 32)
+Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def served(
+    handle: Handle, key: ClusterKey | None = None
+) -> AsyncIterator[TestClient[web.Request, web.Application]]:
+    app = web.Application(middlewares=[error_middleware("test"), require_bearer(key, {"/open"})])
+    app.on_response_prepare.append(add_request_id)
+    app.add_routes([web.post("/", handle), web.post("/open", handle)])
+    async with TestClient(TestServer(app)) as client:
+        yield client
+
+
+def raising(error: Exception) -> Handle:
+    async def handle(_request: web.Request) -> web.StreamResponse:
+        raise error
+
+    return handle
+
+
+async def echo(request: web.Request) -> web.StreamResponse:
+    return web.json_response(await read_json(request, 64))
+
+
+@pytest.mark.parametrize("kind", tree().values())
+def test_an_error_comes_out_of_an_answer_as_it_went_in(kind: type[PdrtError]) -> None:
+    error = kind.__new__(kind, "because")
+    error.stage = "decode"
+    body = json.dumps(error_body(error, "id-1", "relay")).encode()
+    back = error_from_answer(error.status, body, "there")
+    assert (type(back), str(back), back.stage) == (kind, "because", "decode")
+
+
+@pytest.mark.parametrize("kind", tree().values())
+def test_an_error_comes_out_of_a_message_as_it_went_in(kind: type[PdrtError]) -> None:
+    back = error_of(problem_of(kind.__new__(kind, "because"), "sched"))
+    assert (type(back), str(back), back.stage) == (kind, "because", "sched")
+
+
+def test_a_code_nobody_knows_is_told_in_the_message() -> None:
+    error = error_of(Problem(code="odd", message="why"))
+    assert (error.status, str(error)) == (500, "odd: why")
+    body = b'{"error": {"code": "odd", "message": "why"}}'
+    assert isinstance(error_from_answer(503, body, "p0"), Unavailable)
+    assert str(error_from_answer(503, body, "p0")) == "odd: why"
+
+
+@pytest.mark.parametrize("body", [b"", b"plain", b"[]", b'{"error": 3}', b"\xff", b"[" * 100000])
+def test_an_answer_that_is_no_error_of_ours_gets_one_by_its_status(body: bytes) -> None:
+    error = error_from_answer(429, body, "p0")
+    assert isinstance(error, Overloaded)
+    assert "p0 answered 429" in str(error)
+
+
+def test_a_full_or_absent_server_says_when_to_come_again() -> None:
+    assert error_response(Overloaded("full")).headers["retry-after"] == "1"
+    assert error_response(Unavailable("gone")).headers["retry-after"] == "1"
+    assert "retry-after" not in error_response(BadRequest("no")).headers
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[1]",
+        b'"text"',
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b'{"a": "\\ud800"}',
+        b'{"\\uDFFF": 1}',
+        b'{"a": ' + b"[" * 200000 + b"]" * 200000 + b"}",
+        b'{"a": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(BadRequest):
+        parse_object(body)
+
+
+def test_whole_surrogate_pairs_are_text() -> None:
+    assert parse_object(b'{"a": "\\ud83d\\ude00"}') == {"a": "\N{GRINNING FACE}"}
+
+
+async def test_a_body_over_the_limit_is_413_with_and_without_a_length() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(9):
+            yield b" " * 8
+
+    async with served(echo) as client:
+        for data in (b" " * 65, chunks()):
+            answer = await client.post("/", data=data)
+            assert answer.status == TooLarge.status
+            assert (await answer.json())["error"]["code"] == "too_large"
+        answer = await client.post("/", json={"a": 1})
+        assert (answer.status, await answer.json()) == (200, {"a": 1})
+
+
+async def test_an_upload_that_stalls_is_ended() -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.json_response(await read_json(request, 64, within_s=0))
+
+    async def stall() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with served(handle) as client:
+        answer = await client.post("/", data=stall())
+        assert answer.status == 400
+        assert "did not arrive" in (await answer.json())["error"]["message"]
+
+
+async def test_an_unexpected_exception_is_a_500_that_tells_no_detail() -> None:
+    async with served(raising(KeyError("secret"))) as client:
+        answer = await client.post("/", headers={"x-request-id": "id-9"})
+        error = (await answer.json())["error"]
+        assert (answer.status, error["code"], error["request_id"]) == (500, "internal", "id-9")
+        assert "secret" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [("POST", "/nowhere", 404, "not_found"), ("GET", "/", 405, "method_not_allowed")],
+)
+async def test_refusals_of_the_library_have_our_form(
+    method: str, path: str, status: int, code: str
+) -> None:
+    async with served(echo) as client:
+        answer = await client.request(method, path)
+        assert (answer.status, (await answer.json())["error"]["code"]) == (status, code)
+        assert answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("sent", ["abc-1", "", "with space", "x" * 129, "<script>"])
+async def test_a_fit_request_id_is_kept_and_another_replaced(sent: str) -> None:
+    async with served(echo) as client:
+        answer = await client.post("/", json={}, headers={"x-request-id": sent})
+        got = answer.headers["x-request-id"]
+        assert got == sent if sent == "abc-1" else got not in (sent, "")
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (None, 401),
+        ("", 401),
+        ("Bearer wrong", 401),
+        (KEY.bearer(), 401),
+        ("Bearer \udcff", 401),
+        (f"Bearer {KEY.bearer()}", 200),
+    ],
+)
+async def test_only_the_clusters_token_opens(header: str | None, status: int) -> None:
+    headers = {} if header is None else {"authorization": header}
+    async with served(echo, KEY) as client:
+        if header == "Bearer \udcff":  # the client library would not send it
+            assert not KEY.is_bearer(header)
+            return
+        assert (await client.post("/", json={}, headers=headers)).status == status
+        assert (await client.post("/open", json={})).status == 200
+
+
+async def test_a_taken_port_is_named_with_its_address() -> None:
+    first, port = await listen(web.Application(), "127.0.0.1", 0)
+    try:
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            await listen(web.Application(), "127.0.0.1", port)
+    finally:
+        await first.cleanup()
+
+
+async def test_a_handler_is_cancelled_when_its_client_leaves() -> None:
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def handle(_request: web.Request) -> web.StreamResponse:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        raise AssertionError
+
+    app = web.Application()
+    app.add_routes([web.get("/", handle)])
+    runner, port = await listen(app, "127.0.0.1", 0)
+    try:
+        async with ClientSession() as session:
+            asked = asyncio.ensure_future(session.get(f"http://127.0.0.1:{port}/"))
+            await begun.wait()
+            asked.cancel()
+            await cancelled.wait()
+    finally:
+        await runner.cleanup()

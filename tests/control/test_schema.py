@@ -1,0 +1,417 @@
+"""Every field of a client's body is honoured, or refused by its name; legs get an allow-list."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrt.control.order import (
+    Chat,
+    Dialect,
+    LegSide,
+    Pin,
+    leg_body,
+    parse,
+    parse_prefill_again,
+    parse_rebind,
+    split_leg,
+)
+from pdrt.control.schema import ChatRequest, CompletionRequest, Drawing, GenerateRequest, Leg
+from pdrt.errors import BadRequest, TooLong
+from pdrt.messages import Sampling
+
+Body = dict[str, Any]
+LEAST: dict[Dialect, Body] = {
+    "generate": {"prompt": "a"},
+    "completions": {"prompt": "a"},
+    "chat": {"messages": [{"role": "user", "content": "hi"}]},
+}
+DIALECTS: tuple[Dialect, ...] = ("generate", "completions", "chat")
+LEG = Leg(
+    bootstrap_room=7,
+    attempt=65536,
+    time_left_s=9.5,
+    transfer_token="token",
+    request_id="id-1",
+    client_room=3,
+    bootstrap_host="10.0.0.1",
+    bootstrap_port=18800,
+    disagg_prefill_dp_rank=1,
+)
+
+
+def body_of(dialect: Dialect, **fields: Any) -> Body:
+    """The least body of a dialect, with fields where that dialect has them."""
+    drawing = {k: v for k, v in fields.items() if k in Drawing.model_fields}
+    if dialect == "generate" and drawing:
+        rest = {k: v for k, v in fields.items() if k not in drawing}
+        return {**LEAST[dialect], **rest, "sampling_params": drawing}
+    return {**LEAST[dialect], **fields}
+
+
+def refusal(dialect: Dialect, body: Body) -> str:
+    with pytest.raises(BadRequest) as caught:
+        parse(dialect, body)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("field", "value", "drawn"),
+    [
+        ("temperature", 0, {"temperature": 0.0}),
+        ("temperature", 0.7, {"temperature": 0.7}),
+        ("top_p", 0.9, {"top_p": 0.9}),
+        ("top_k", 5, {"top_k": 5}),
+        ("top_k", -1, {"top_k": 0}),
+        ("min_p", 0.1, {"min_p": 0.1}),
+        ("repetition_penalty", 1.2, {"repetition_penalty": 1.2}),
+        ("presence_penalty", -1, {"presence_penalty": -1.0}),
+        ("frequency_penalty", 2.0, {"frequency_penalty": 2.0}),
+        ("stop_token_ids", [3, 4], {"stop_token_ids": (3, 4)}),
+        ("ignore_eos", True, {"ignore_eos": True}),
+        ("seed", 5, {"seed": 5}),
+        ("seed", -1, {"seed": (1 << 63) - 1}),
+        ("max_tokens", 9, {"max_tokens": 9}),
+        ("temperature", None, {}),
+    ],
+)
+def test_each_sampling_field_is_honoured(
+    dialect: Dialect, field: str, value: object, drawn: Body
+) -> None:
+    order = parse(dialect, body_of(dialect, **{"max_tokens": 8, "seed": 1, field: value}))
+    want = Sampling(**{"max_tokens": 8, "seed": 1, **drawn})
+    assert order.settle(prompt_tokens=3, limit=100, seed=99) == want
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", "8"),
+        ("max_tokens", 8.5),
+        ("max_tokens", True),
+        ("temperature", -0.1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
+        ("stop", ""),
+        ("stop", [""]),
+        ("stop", 3),
+        ("stop", ["x"] * 17),
+        ("stop", "x" * 257),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [1] * 65),
+        ("ignore_eos", "yes"),
+        ("seed", 1.5),
+        ("n", 2),
+        ("n", True),
+        ("logprobs", True),
+        ("logprobs", 0),
+    ],
+)
+def test_a_bad_or_unsupported_sampling_field_is_named(
+    dialect: Dialect, field: str, value: object
+) -> None:
+    fields = {**LEAST[dialect], field: value}
+    if dialect == "generate":
+        fields = {**LEAST[dialect], "sampling_params": {field: value}}
+    assert field in refusal(dialect, fields)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temprature", 1),
+        ("stream", "yes"),
+        ("timeout_s", 0),
+        ("timeout_s", 1e9),
+        ("request_id", "with space"),
+        ("request_id", ""),
+        ("bootstrap_room", -1),
+        ("bootstrap_room", 1 << 63),
+        ("bootstrap_host", "only"),
+        ("bootstrap_port", 18800),
+        ("attempt", 0),
+        ("disagg_prefill_dp_rank", 0),
+        ("time_left_s", 1.0),
+        ("transfer_token", "x"),
+    ],
+)
+def test_an_unknown_or_bad_field_is_named_also_the_legs_own(
+    dialect: Dialect, field: str, value: object
+) -> None:
+    """CASES 82: what only the router may say is not a client's to say."""
+    assert field in refusal(dialect, body_of(dialect, **{field: value}))
+
+
+def test_an_unknown_field_inside_sampling_params_is_named() -> None:
+    said = refusal("generate", {"prompt": "a", "sampling_params": {"temprature": 1}})
+    assert said == "sampling_params.temprature is not a known field"
+
+
+@pytest.mark.parametrize("dialect", ["completions", "chat"])
+@pytest.mark.parametrize(
+    ("field", "neutral", "asking"),
+    [
+        ("n", 1, 2),
+        ("best_of", 1, 2),
+        ("logprobs", False, True),
+        ("top_logprobs", 0, 3),
+        ("echo", False, True),
+        ("suffix", "", "end"),
+        ("logit_bias", {}, {"5": 1}),
+        ("tools", [], [{"type": "function"}]),
+        ("tool_choice", "none", "auto"),
+        ("response_format", {"type": "text"}, {"type": "json_object"}),
+        ("modalities", ["text"], ["audio"]),
+        ("reasoning_effort", None, "low"),
+    ],
+)
+def test_openai_fields_not_served_are_refused_only_when_they_ask_for_something(
+    dialect: Dialect, field: str, neutral: object, asking: object
+) -> None:
+    parse(dialect, body_of(dialect, **{field: neutral}))
+    parse(dialect, body_of(dialect, **{field: None}))
+    assert refusal(dialect, body_of(dialect, **{field: asking})) == (
+        f"{field} is not supported in this version"
+    )
+
+
+@pytest.mark.parametrize("dialect", ["completions", "chat"])
+def test_harmless_openai_fields_are_accepted_and_go_nowhere(dialect: Dialect) -> None:
+    order = parse(dialect, body_of(dialect, user="u", store=True, metadata={"a": "b"}, model="m"))
+    assert order.model == "m"
+    assert order.body.keys() == {*LEAST[dialect], "model"}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "prompt", "want"),
+    [
+        ("generate", "text", "text"),
+        ("generate", [1, 2], [1, 2]),
+        ("completions", "text", "text"),
+        ("completions", ["text"], "text"),
+        ("completions", [[1, 2]], [1, 2]),
+    ],
+)
+def test_a_prompt_is_text_or_ids(dialect: Dialect, prompt: object, want: object) -> None:
+    assert parse(dialect, {"prompt": prompt}).prompt == want
+
+
+@pytest.mark.parametrize("dialect", ["generate", "completions"])
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("", "prompt is empty"),
+        ([], "prompt is empty"),
+        ([[]], "prompt.0"),
+        ([""], "prompt.0"),
+        (["a", "b"], "batch"),
+        ([[1], [2]], "batch"),
+        (3, "prompt"),
+        (None, "prompt"),
+        ({}, "prompt"),
+        ([1, "a"], "prompt.1"),
+        ([1, -1], "prompt.1"),
+        ([1, 1 << 31], "prompt.1"),
+        ([1.5], "prompt.0"),
+        ([True], "prompt.0"),
+    ],
+)
+def test_other_prompts_are_refused(dialect: Dialect, prompt: object, said: str) -> None:
+    assert said in refusal(dialect, {"prompt": prompt})
+
+
+def test_a_prompt_must_be_there() -> None:
+    assert refusal("generate", {}) == "prompt is missing"
+
+
+@pytest.mark.parametrize("dialect", ["completions", "chat"])
+def test_stream_options_are_honoured_and_only_for_streams(dialect: Dialect) -> None:
+    options = {"include_usage": True}
+    order = parse(dialect, body_of(dialect, stream=True, stream_options=options))
+    assert (order.stream, order.include_usage, order.usage_always) == (True, True, False)
+    assert "stream_options" in refusal(dialect, body_of(dialect, stream_options=options))
+
+
+def test_a_conversation_becomes_plain_turns() -> None:
+    turns = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")], "name": "x"},
+        {"role": "assistant", "content": None, "tool_calls": None, "refusal": None},
+    ]
+    order = parse("chat", {"messages": turns, "chat_template_kwargs": {"enable_thinking": False}})
+    assert order.prompt == Chat(
+        turns=(
+            {"role": "system", "content": "be kind"},
+            {"role": "user", "content": "a\nb", "name": "x"},
+            {"role": "assistant", "content": ""},
+        ),
+        options={"enable_thinking": False},
+    )
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"role": "tool", "content": "x"}, "messages.0.role"),
+        ({"role": "user", "content": 3}, "messages.0.content"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages.0.content.0.type"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content.0.text is missing"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages.0.tool_calls"),
+        ({"role": "user", "contents": "x"}, "messages.0.contents"),
+        ("hi", "messages.0"),
+    ],
+)
+def test_a_turn_that_cannot_be_served_is_named(turn: object, said: str) -> None:
+    assert said in refusal("chat", {"messages": [turn]})
+
+
+def test_an_empty_conversation_is_refused() -> None:
+    assert refusal("chat", {"messages": []}) == "messages is empty"
+
+
+def test_max_completion_tokens_is_max_tokens() -> None:
+    assert parse("chat", body_of("chat", max_completion_tokens=5)).max_tokens == 5
+    both = body_of("chat", max_completion_tokens=5, max_tokens=6)
+    assert "max_completion_tokens" in refusal("chat", both)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "prompt_tokens", "asked", "want"),
+    [
+        ("generate", 10, None, 128),
+        ("completions", 10, None, 16),
+        ("chat", 10, None, 990),  # all that fits
+        ("generate", 990, None, 10),  # a default is cut to what fits
+        ("generate", 990, 10, 10),  # the limit itself
+        ("chat", 999, None, 1),
+    ],
+)
+def test_the_answers_length_is_settled_by_the_limit(
+    dialect: Dialect, prompt_tokens: int, asked: int | None, want: int
+) -> None:
+    order = parse(dialect, body_of(dialect, max_tokens=asked))
+    assert order.settle(prompt_tokens, 1000, 0).max_tokens == want
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(("prompt_tokens", "asked"), [(990, 11), (1000, 1), (1000, None)])
+def test_one_token_over_the_limit_is_refused(
+    dialect: Dialect, prompt_tokens: int, asked: int | None
+) -> None:
+    """CASES 2, 55."""
+    order = parse(dialect, body_of(dialect, max_tokens=asked))
+    with pytest.raises(TooLong, match=str(prompt_tokens)):
+        order.settle(prompt_tokens, 1000, 0)
+
+
+def test_a_client_may_name_its_key_and_a_prefill_instance() -> None:
+    fields = {"bootstrap_room": 5, "bootstrap_host": "10.0.0.1", "bootstrap_port": 18800}
+    order = parse("generate", {"prompt": "a", **fields})
+    assert (order.client_room, order.pin) == (5, Pin("10.0.0.1", 18800))
+
+
+# Legs.
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("side", ["prefill", "decode", "hybrid"])
+def test_a_leg_reads_what_the_router_wrote(dialect: Dialect, side: LegSide) -> None:
+    order = parse(dialect, body_of(dialect, stream=True, stop="END", temperature=0, timeout_s=3))
+    sent = json.loads(json.dumps(leg_body(side, order, LEG, seed=42)))
+    fields, leg = split_leg(sent)
+    there = parse(dialect, fields)
+    assert leg is not None
+    assert leg.model_dump(exclude={"disagg_prefill_dp_rank"}) == LEG.model_dump(
+        exclude={"disagg_prefill_dp_rank"}
+    )
+    assert leg.disagg_prefill_dp_rank == (-1 if side == "hybrid" else 1)
+    assert there.prompt == order.prompt
+    assert there.settle(3, 100, 0) == order.settle(3, 100, 42)  # both legs draw alike
+    assert there.stream == (side != "prefill")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_clients_own_seed_is_kept(dialect: Dialect) -> None:
+    order = parse(dialect, body_of(dialect, seed=5))
+    fields, _ = split_leg(leg_body("decode", order, LEG, seed=42))
+    assert parse(dialect, fields).seed == 5
+
+
+ALLOWED: dict[Dialect, set[str]] = {
+    "generate": set(GenerateRequest.model_fields),
+    "completions": set(CompletionRequest.model_fields),
+    "chat": set(ChatRequest.model_fields),
+}
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 1 << 40) | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=4,
+)
+NAMES = st.sampled_from(
+    sorted(set().union(*ALLOWED.values()) | {"n", "user", "tools", "min_tokens", "logit_bias"})
+)
+
+
+@given(dialect=st.sampled_from(DIALECTS), fields=st.dictionaries(NAMES, ANYTHING, max_size=4))
+def test_whatever_is_sent_is_an_order_or_a_bad_request(dialect: Dialect, fields: Body) -> None:
+    """CASES 82: and a prefill leg never carries more than the allow-list."""
+    try:
+        order = parse(dialect, {**LEAST[dialect], **fields})
+    except BadRequest:
+        return
+    sent = leg_body("prefill", order, LEG, seed=1).keys() - Leg.model_fields.keys()
+    assert sent <= ALLOWED[dialect] - {"stream", "stream_options", "timeout_s", "request_id"}
+
+
+@pytest.mark.parametrize("missing", ["bootstrap_room", "attempt", "time_left_s", "request_id"])
+def test_a_leg_that_is_not_whole_is_refused(missing: str) -> None:
+    body = leg_body("decode", parse("generate", {"prompt": "a"}), LEG, seed=1)
+    del body[missing]
+    with pytest.raises(BadRequest, match=missing):
+        split_leg(body)
+
+
+def test_a_clients_body_is_no_leg() -> None:
+    body = {"prompt": "a", "bootstrap_room": 5}
+    assert split_leg(body) == (body, None)
+
+
+def test_internal_bodies_are_checked_too() -> None:
+    again = {
+        "bootstrap_room": 1,
+        "attempt": 2,
+        "input_ids": [1, 2, 3],
+        "prompt_tokens": 2,
+        "sampling": {"max_tokens": 5, "stop_token_ids": [7]},
+        "time_left_s": 3.5,
+        "transfer_token": "t",
+    }
+    assert parse_prefill_again(again).sampling == Sampling(max_tokens=5, stop_token_ids=(7,))
+    with pytest.raises(BadRequest, match="input_ids"):
+        parse_prefill_again(again | {"input_ids": []})
+    rebind = {
+        "bootstrap_room": 1,
+        "attempt": 65536,
+        "bootstrap_host": "h",
+        "bootstrap_port": 1,
+        "transfer_token": "t",
+    }
+    assert parse_rebind(rebind).disagg_prefill_dp_rank == -1
+    with pytest.raises(BadRequest, match="bootstrap_port"):
+        parse_rebind(rebind | {"bootstrap_port": 0})

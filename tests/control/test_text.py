@@ -1,0 +1,354 @@
+"""Text to ids and back: exact for any grouping of tokens, stop strings found wherever they lie."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from pdrt.control.answer import Answer, Delta, Times
+from pdrt.control.detokenize import Pieces, StopScanner
+from pdrt.control.order import Chat
+from pdrt.control.template import ChatTemplate
+from pdrt.control.text import ByteText, ModelText, TextPool, open_text
+from pdrt.errors import BadRequest, ConfigError, Overloaded
+from pdrt.messages import Output
+from tests.control.small_tokenizers import byte_level, metaspace, model_directory
+
+HI = Chat(({"role": "user", "content": "hi"},), {})
+BYTE_LEVEL, METASPACE = byte_level(), metaspace()
+TOKENIZERS = {"byte level": BYTE_LEVEL, "metaspace": METASPACE}
+TEXTS = st.text(alphabet="abc hello 你好é😀 end", max_size=20)
+
+
+def said(pieces: Pieces, ids: Sequence[int]) -> str:
+    return "".join([*(pieces.push(i) for i in ids), pieces.flush()])
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=TEXTS)
+def test_the_pieces_of_a_text_are_the_text(name: str, text: str) -> None:
+    """CASES 94: multi-byte characters, which no single token holds, included."""
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    pieces = ModelText(tokenizer, None).pieces()
+    assert said(pieces, ids) == tokenizer.decode(ids)
+
+
+@given(ids=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 2), max_size=30))
+def test_bytes_that_are_no_text_come_out_as_the_tokenizer_has_them(ids: list[int]) -> None:
+    pieces = ModelText(BYTE_LEVEL, None).pieces()
+    assert said(pieces, ids) == BYTE_LEVEL.decode(ids)
+
+
+@given(ids=st.lists(st.sampled_from([2, *range(259, METASPACE.get_vocab_size())]), max_size=30))
+def test_words_keep_their_spaces_also_after_a_special_token(ids: list[int]) -> None:
+    pieces = ModelText(METASPACE, None).pieces()
+    assert said(pieces, ids) == METASPACE.decode(ids)
+
+
+def test_half_a_character_is_held_back() -> None:
+    for text in (ModelText(METASPACE, None), ByteText()):
+        pieces = text.pieces()
+        ids = text.encode("a你")
+        told = [pieces.push(i) for i in ids]
+        assert told[-3:] == ["", "", "你"], told
+        assert pieces.flush() == ""
+
+
+def test_half_a_character_at_the_end_is_told_as_a_replacement() -> None:
+    pieces = ByteText().pieces()
+    assert [pieces.push(i) for i in "你".encode()[:2]] == ["", ""]
+    assert pieces.flush() == "\ufffd"
+
+
+def test_a_run_of_bytes_without_end_is_not_held_for_ever() -> None:
+    pieces = ModelText(METASPACE, None).pieces()
+    assert "".join(pieces.push(3 + 0xFF) for _ in range(40)).startswith("\ufffd")
+
+
+# Stop strings.
+
+
+def first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the stop string begins that is completed first; of two, the longer one."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(s) for s in stops if text[:end].endswith(s)]
+        if starts:
+            return min(starts)
+    return None
+
+
+@given(
+    pieces=st.lists(st.text(alphabet="ab", max_size=4), max_size=8),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),
+)
+def test_the_stop_completed_first_ends_the_text_before_it_however_it_is_cut(
+    pieces: list[str], stops: list[str]
+) -> None:
+    scanner, told, is_stopped = StopScanner(stops), "", False
+    for piece in pieces:
+        new, is_stopped = scanner.feed(piece)
+        told += new
+        if is_stopped:
+            break
+    whole = "".join(pieces)
+    at = first_stop(whole, stops)
+    assert is_stopped == (at is not None)
+    assert told + ("" if is_stopped else scanner.rest()) == whole[:at]
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    scanner = StopScanner(["STOP", "TOPS"])
+    assert scanner.feed("a ST") == ("a ", False)
+    assert scanner.feed("x") == ("STx", False)
+    assert scanner.feed("STO") == ("", False)
+    assert scanner.feed("P here") == ("", True)
+
+
+# An answer.
+
+
+def answer_of(stops: Sequence[str] = (), prompt_tokens: int = 5) -> Answer:
+    return Answer(prompt_tokens, ByteText().pieces(), StopScanner(stops), Times(0.0))
+
+
+def out(text: str = "", finish: str | None = None, cached: int = 0, eos: bool = False) -> Output:
+    tokens = (*text.encode(), *((256,) if eos else ()))
+    return Output(room=1, tokens=tokens, finish=finish, cached_tokens=cached)  # type: ignore[arg-type]
+
+
+def test_the_token_that_said_stop_is_an_id_but_no_text() -> None:
+    """CASES 86: an ordinary token may be a stop id too."""
+    answer = answer_of()
+    assert answer.take(out("ab", "stop"), 1.0) == Delta("a", (97, 98), "stop")
+    assert (answer.text, answer.usage()["completion_tokens"]) == ("a", 2)
+
+
+def test_a_stop_string_across_tokens_ends_the_text_and_the_counting() -> None:
+    answer = answer_of(["END"])
+    deltas = [answer.take(out(t), 1.0) for t in ("one E", "N")] + [answer.take(out("Dxyz"), 2.0)]
+    assert [d.text for d in deltas] == ["one ", "", ""]
+    assert deltas[-1].finish == "stop"
+    assert bytes(answer.ids) == b"one END"
+
+
+def test_a_stop_string_wins_over_the_length_it_is_completed_by() -> None:
+    answer = answer_of(["END"])
+    assert answer.take(out("END", "length"), 1.0).finish == "stop"
+    assert answer_of(["END"]).take(out("EN", "length"), 1.0) == Delta("EN", (69, 78), "length")
+
+
+def test_a_stop_string_wins_over_the_eos_after_it() -> None:
+    answer = answer_of(["b"])
+    assert answer.take(out("ab", "stop", eos=True), 1.0) == Delta("a", (97, 98), "stop")
+
+
+def test_cached_tokens_are_never_more_than_the_prompt_and_counted_once() -> None:
+    """CASES 93."""
+    answer = answer_of(prompt_tokens=5)
+    answer.take(out("a", cached=4), 1.0)
+    answer.take(out("b", cached=4), 1.0)
+    assert answer.usage()["cached_tokens"] == 4
+    answer.take(out("c", cached=9), 1.0)
+    assert answer.usage()["cached_tokens"] == 5
+
+
+@given(
+    text=st.text(alphabet="ab你é", max_size=12),
+    cuts=st.lists(st.integers(1, 5), max_size=12),
+    stops=st.lists(st.text(alphabet="ab你", min_size=1, max_size=2), max_size=2),
+)
+def test_grouping_changes_nothing(text: str, cuts: list[int], stops: list[str]) -> None:
+    """CASES 94: the concatenation of a stream is the text of the whole answer."""
+    tokens = text.encode()
+    whole, streamed = answer_of(stops), answer_of(stops)
+    whole.take(Output(room=1, tokens=tuple(tokens), finish="length"), 1.0)
+    at, deltas = 0, list[Delta]()
+    for cut in cuts:
+        if streamed.finish is None:
+            deltas.append(streamed.take(Output(room=1, tokens=tuple(tokens[at : at + cut])), 1.0))
+            at += cut
+    if streamed.finish is None:
+        last = Output(room=1, tokens=tuple(tokens[at:]), finish="length")
+        deltas.append(streamed.take(last, 1.0))
+    assert "".join(d.text for d in deltas) == whole.text
+    assert [i for d in deltas for i in d.ids] == whole.ids
+    assert (streamed.finish, streamed.usage()) == (whole.finish, whole.usage())
+
+
+def test_times_are_the_clocks() -> None:
+    answer = answer_of()
+    answer.times.tokenised = 0.25
+    answer.take(out("a"), 0.5)
+    answer.take(out("b", "length"), 2.0)
+    assert answer.times.json() == {"tokenise": 250.0, "first_token": 500.0, "total": 2000.0}
+
+
+# Templates and files.
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {"bos_token": "<s>"}, lambda: datetime(2026, 12, 1))
+
+
+def test_a_models_template_makes_the_prompt(tmp_path: Path) -> None:
+    text = open_text(str(model_directory(tmp_path, METASPACE, TEMPLATE)))
+    ids = text.encode_chat(HI)
+    assert ids[0] == METASPACE.token_to_id("<s>")
+    assert ids.count(METASPACE.token_to_id("</s>")) == 1
+    rendered = "<s>[user]hi</s>\n[assistant]"
+    assert ids == METASPACE.encode(rendered, add_special_tokens=False).ids
+
+
+def test_a_template_file_wins_and_a_named_default_is_found(tmp_path: Path) -> None:
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "listed"}]
+    model_directory(tmp_path, METASPACE, None, chat_template=named)
+    found = ChatTemplate.read(tmp_path)
+    assert found is not None
+    assert found.render(HI) == "listed"
+    (tmp_path / "chat_template.jinja").write_text("from a file 你")
+    found = ChatTemplate.read(tmp_path)
+    assert found is not None
+    assert found.render(HI) == "from a file 你"
+
+
+def test_the_extras_that_templates_use_are_there() -> None:
+    source = (
+        "{%- for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}"
+        "{% break %}{% endfor %} {{ strftime_now('%Y') }} {{ thinking }}"
+    )
+    chat = Chat(({"role": "user", "content": "<é>"},), {"thinking": False})
+    assert template(source).render(chat) == '{"role": "user", "content": "<é>"} 2026 False'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{{ messages[7].role.x }}",
+        "{{ 1 / 0 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ 'a' * thinking }}",
+    ],
+)
+def test_what_a_template_refuses_or_must_not_do_is_a_bad_request(source: str) -> None:
+    with pytest.raises(BadRequest, match="chat template"):
+        template(source).render(Chat(HI.turns, {"thinking": "x"}))
+
+
+@pytest.mark.parametrize("name", ["messages", "bos_token", "tools"])
+def test_options_cannot_replace_what_the_template_is_given(name: str) -> None:
+    with pytest.raises(BadRequest, match=name):
+        template("").render(Chat(HI.turns, {name: "x"}))
+
+
+def test_without_a_template_chat_is_refused_and_text_is_served(tmp_path: Path) -> None:
+    text = open_text(str(model_directory(tmp_path, BYTE_LEVEL)))
+    with pytest.raises(BadRequest, match="no chat template"):
+        text.encode_chat(HI)
+    assert text.encode("hello") == BYTE_LEVEL.encode("hello").ids
+
+
+@pytest.mark.parametrize("template_text", ["{% for %}", "{% nonsense %}"])
+def test_a_broken_template_is_a_start_up_error(tmp_path: Path, template_text: str) -> None:
+    model_directory(tmp_path, BYTE_LEVEL, template_text)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        open_text(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"])
+def test_a_missing_or_broken_tokenizer_is_a_start_up_error(
+    tmp_path: Path, content: str | None
+) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        open_text(str(tmp_path))
+
+
+def test_a_tokenizer_never_cuts_a_prompt(tmp_path: Path) -> None:
+    """CASES 55: a limit that a tokenizer's file sets must not make a long prompt a short one."""
+    cutting = Tokenizer.from_str(BYTE_LEVEL.to_str())
+    cutting.enable_truncation(3)
+    cutting.enable_padding(length=64)
+    text = open_text(str(model_directory(tmp_path, cutting)))
+    assert len(text.encode("xyzzyx")) == 6
+
+
+def test_bytes_stand_for_themselves_on_the_null_device() -> None:
+    text = open_text("null")
+    assert text.encode("é") == [0xC3, 0xA9]
+    assert bytes(text.encode_chat(HI)) == b"user: hi\nassistant: "
+    assert said(text.pieces(), [104, 256, 105, 9999]) == "hi"
+
+
+def test_the_settings_of_a_tokenizer_are_json(tmp_path: Path) -> None:
+    """The decoder's kind is read from it, so its form matters to us."""
+    assert json.loads(BYTE_LEVEL.to_str())["decoder"]["type"] == "ByteLevel"
+
+
+# Threads.
+
+
+class GatedText(ByteText):
+    """Encodes when the test says so, and tells in which thread."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.threads: set[str] = set()
+
+    def encode(self, text: str) -> list[int]:
+        self.threads.add(threading.current_thread().name)
+        assert self.gate.wait(10)
+        return super().encode(text)
+
+
+async def test_encoding_runs_beside_the_loop_and_only_so_many_wait() -> None:
+    text = GatedText()
+    pool = TextPool(text, threads=1, depth=2)
+    try:
+        asked = [asyncio.ensure_future(pool.ids("ab")) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert pool.waiting == 2
+        with pytest.raises(Overloaded):
+            await pool.ids("ab")
+        assert await pool.ids([1, 2]) == [1, 2]  # nothing to encode, nothing to wait for
+        text.gate.set()
+        assert await asyncio.gather(*asked) == [[97, 98]] * 2
+        assert (pool.waiting, pool.most_waiting) == (0, 2)
+        assert all(name.startswith("tokenise") for name in text.threads)
+    finally:
+        text.gate.set()
+        pool.close()
+
+
+async def test_who_leaves_the_queue_makes_place() -> None:
+    text = GatedText()
+    pool = TextPool(text, threads=1, depth=2)
+    try:
+        first, second = (asyncio.ensure_future(pool.ids("ab")) for _ in range(2))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        assert pool.waiting == 1
+        text.gate.set()
+        assert await first == [97, 98]
+    finally:
+        text.gate.set()
+        pool.close()
