@@ -150,7 +150,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask as a chat, with its template.")] = False,
 ) -> None:
     """Generate in this process, prefill and decode together; streams to the terminal."""
     from pdrt.messages import Sampling
@@ -160,7 +160,7 @@ def generate(
     settings = config.load(NodeConfig, None, options={"model": chosen})
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    raise typer.Exit(run_here(text, _with_model(settings), sampling, _out(), is_raw=raw))
+    raise typer.Exit(run_here(text, _with_model(settings), sampling, _out(), is_chat=chat))
 
 
 @app.command(epilog="Example: `pdrt chat --url http://127.0.0.1:8000`")

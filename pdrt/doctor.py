@@ -20,7 +20,15 @@ from rich.console import Console
 from rich.text import Text
 
 from pdrt import demo
-from pdrt.config import NodeConfig, Role, RouterConfig, is_loopback, load, user_key_file
+from pdrt.config import (
+    NodeConfig,
+    Role,
+    RouterConfig,
+    SecuritySection,
+    is_loopback,
+    load,
+    user_key_file,
+)
 from pdrt.control.instances import base_url
 from pdrt.errors import ConfigError, PdrtError
 from pdrt.modelspec import ModelSpec
@@ -101,13 +109,13 @@ def _node(config: NodeConfig, role: Role | None, cache: Path) -> Iterator[Findin
     host = config.parallel.local_ip
     yield from _address(host)
     yield from _ports(config, role, host)
-    yield from _key(config.security.cluster_key() is not None, host)
+    yield from _key(config.security, host)
 
 
 def _router(config: RouterConfig) -> Iterator[Finding]:
     yield from _address(config.local_ip)
     yield _port("router", config.local_ip, config.ports.router)
-    yield from _key(config.security.cluster_key() is not None, config.local_ip)
+    yield from _key(config.security, config.local_ip)
     for target in (*config.prefill, *config.decode, *config.hybrid):
         yield _peer(target.http)
 
@@ -193,8 +201,15 @@ def _port(name: str, host: str, port: int) -> Finding:
     return fine(f"port: {port} on {host} ({name}) is free")
 
 
-def _key(has_key: bool, host: str) -> Iterator[Finding]:
-    if has_key:
+def _key(security: SecuritySection, host: str) -> Iterator[Finding]:
+    try:
+        key = security.cluster_key()
+    except ConfigError as error:
+        yield wrong(
+            f"cluster key: {error}", "correct the path, or make a key: openssl rand -hex 32"
+        )
+        return
+    if key is not None:
         yield fine("cluster key: configured")
     elif is_loopback(host):
         yield fine(f"cluster key: none named; on loopback {user_key_file()} is used")

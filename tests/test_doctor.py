@@ -1,0 +1,159 @@
+"""`pdrt doctor`: each thing that can be wrong is found, named and answered with advice."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pdrt.doctor import Finding, Verdict, examine, fine, is_router, note, show, wrong
+
+ROOT = Path(__file__).parent.parent
+FREE = "[ports]\nrouter = 0\nprefill = 0\ndecode = 0\nhybrid = 0\nbootstrap = 0\n"
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def of(findings: list[Finding], topic: str) -> list[Finding]:
+    return [each for each in findings if each.what.startswith(f"{topic}:")]
+
+
+def look(folder: Path, text: str) -> list[Finding]:
+    file = folder / "conf.toml"
+    file.write_text(text)
+    return list(examine(file, None, folder / "cache"))
+
+
+def wrongs(findings: list[Finding]) -> list[str]:
+    return [each.what for each in findings if each.verdict is Verdict.WRONG]
+
+
+def test_a_node_that_can_start_has_nothing_wrong(tmp_path: Path) -> None:
+    findings = look(tmp_path, f"[model]\npath = 'null'\n[scheduler]\nkv_memory = 1e6\n{FREE}")
+    assert wrongs(findings) == []
+    topics = {each.what.partition(":")[0] for each in findings}
+    assert topics >= {
+        "system",
+        "config",
+        "model",
+        "memory",
+        "address",
+        "port",
+        "cluster key",
+        "transport",
+        "device",
+    }
+
+
+def test_what_is_wrong_or_unready_comes_with_advice(tmp_path: Path) -> None:
+    text = f"[model]\npath = '/nowhere'\n[scheduler]\nkv_memory = 1e18\n{FREE}"
+    findings = look(tmp_path, text)
+    assert len(wrongs(findings)) == 2
+    assert all(each.advice for each in findings if each.verdict is Verdict.WRONG)
+
+
+@pytest.mark.parametrize(
+    ("text", "topic", "says"),
+    [
+        ("[model]\nname = 3\n", "config", "name"),
+        ("nonsense", "config", "not TOML"),
+        ("[model]\npath = '/nowhere'\n", "model", "/nowhere"),
+        ("[scheduler]\nkv_memory = 1e18\n", "memory", "GB"),
+        ("[parallel]\nlocal_ip = '192.0.2.1'\n", "address", "192.0.2.1"),
+        ("[parallel]\nlocal_ip = '192.0.2.1'\n", "cluster key", "loopback"),
+        ("[security]\nkey_file = '/nowhere'\n", "cluster key", "/nowhere"),
+    ],
+)
+def test_each_mistake_is_found(text: str, topic: str, says: str, tmp_path: Path) -> None:
+    (found,) = of(look(tmp_path, text), topic)
+    assert found.verdict is Verdict.WRONG
+    assert says in found.what
+
+
+def test_a_taken_port_is_found_with_its_address(tmp_path: Path, taken: int) -> None:
+    findings = look(tmp_path, f"[ports]\ndecode = {taken}\n")
+    (found,) = [each for each in of(findings, "port") if each.verdict is Verdict.WRONG]
+    assert f"{taken} on 127.0.0.1 (decode)" in found.what
+    assert "[ports] decode" in found.advice
+
+
+def test_only_the_ports_of_the_role_are_looked_at(tmp_path: Path) -> None:
+    findings = list(examine(None, "decode", tmp_path))
+    assert [each.what.partition("(")[2][:6] for each in of(findings, "port")] == ["decode"]
+
+
+def test_the_model_is_described_without_being_loaded(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+        "max_position_embeddings": 512,
+        "eos_token_id": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 2_000_000)
+    (found,) = of(look(tmp_path, f"[model]\npath = '{tmp_path}'\n"), "model")
+    assert found.verdict is Verdict.FINE
+    for word in ("LlamaForCausalLM", "512 tokens", "2 MB"):
+        assert word in found.what
+
+
+def test_a_demo_model_that_is_not_there_yet_is_no_fault(tmp_path: Path) -> None:
+    (found,) = of(look(tmp_path, ""), "model")
+    assert (found.verdict, found.advice) == (Verdict.NOTE, "pdrt demo-model")
+
+
+def test_a_router_config_is_known_as_such_and_its_peers_are_called(
+    tmp_path: Path, taken: int
+) -> None:
+    text = f"""
+        [[prefill]]
+        http = "127.0.0.1:{taken}"
+        [[decode]]
+        http = "127.0.0.1:1"
+        [ports]
+        router = 0
+        """
+    there, gone = of(look(tmp_path, text), "peer")
+    assert there.verdict is Verdict.FINE
+    assert gone.verdict is Verdict.NOTE
+    assert "127.0.0.1:1" in gone.what
+
+
+def test_the_two_kinds_of_files_are_told_apart() -> None:
+    assert is_router(ROOT / "conf/router.toml")
+    assert not is_router(ROOT / "conf/decode.toml")
+    assert not is_router(ROOT / "conf/none.toml")
+
+
+def test_what_this_version_cannot_do_is_said(tmp_path: Path) -> None:
+    lines = [each.what for each in examine(None, None, tmp_path)]
+    for name in ("tcp", "nixl", "mooncake", "memfabric"):
+        assert f"transport: {name} is not built into this version" in lines
+    assert sum("not verified on hardware" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("findings", "status"),
+    [([fine("a")], 0), ([fine("a"), note("b", "c")], 0), ([wrong("a", "b"), fine("c")], 1)],
+)
+def test_only_what_is_wrong_makes_the_exit_status(findings: list[Finding], status: int) -> None:
+    console = Console(file=io.StringIO(), width=20)
+    assert show(iter(findings), console) == status
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == len(findings) + sum(bool(each.advice) for each in findings)
