@@ -202,12 +202,13 @@ def _architecture(f: _Fields) -> str:
 
 def _dtype(f: _Fields) -> Dtype:
     """As the weights were saved (`dtype`, or `torch_dtype` in older files); float32 when unsaid."""
-    name = f.get("dtype", f.get("torch_dtype", "float32"))
+    key = "torch_dtype" if f.raw("dtype") is None else "dtype"
+    name = f.get(key, "float32")
     match name:
         case "float32" | "bfloat16" | "float16":
             return name
         case _:
-            raise f.refuse("dtype", "not supported; supported are float32, bfloat16, float16")
+            raise f.refuse(key, "not supported; supported are float32, bfloat16, float16")
 
 
 def _rope(f: _Fields) -> Rope:

@@ -61,27 +61,37 @@ def penalise_(row: Tensor, draw: Draw) -> None:
 
 
 def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """One token a row, by inverting the distribution function in the vocabulary's order."""
+    """One token a row, by inverting the distribution function in the vocabulary's order.
+
+    That order, unlike one by likelihood, does not change when logits differ by rounding.
+    """
     temperature = torch.tensor([[d.sampling.temperature] for d in draws])
     weights = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
     for row, d in zip(weights, draws, strict=True):
         cut_(row, d.sampling)
+    chance = torch.tensor(
+        [[uniform(d.sampling.seed, d.position)] for d in draws], dtype=torch.float64
+    )
+    return at_chance(weights, chance)
+
+
+def at_chance(weights: Tensor, chance: Tensor) -> Tensor:
+    """Where in each row of weights the share `chance` (below 1) of the whole is passed."""
     heaps = weights.cumsum(dim=-1, dtype=torch.float64)
     total = heaps[:, -1:]
-    chance = torch.tensor([[uniform(d.sampling.seed, d.position)] for d in draws])
-    below = torch.minimum(chance.double() * total, total.nextafter(torch.zeros_like(total)))
+    below = torch.minimum(chance * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(heaps, below, right=True).squeeze(1)
 
 
 def cut_(weights: Tensor, s: Sampling) -> None:
     """Zero what top_k, top_p and min_p leave out of one row of probabilities."""
-    vocab = weights.shape[0]
-    least = float(weights.amax()) * s.min_p
-    if 0 < s.top_k < vocab:
-        least = max(least, float(weights.topk(s.top_k).values[-1]))
+    least = 0.0
+    if 0 < s.top_k < weights.shape[0]:
+        least = float(weights.topk(s.top_k).values[-1])
     if s.top_p < 1.0:
-        kept = torch.where(weights >= least, weights, 0.0) if 0 < s.top_k < vocab else weights
-        least = max(least, _nucleus(kept, s.top_p))
+        left = torch.where(weights >= least, weights, 0.0) if least > 0.0 else weights
+        least = max(least, _nucleus(left, s.top_p))
+    least = max(least, float(weights.amax()) * s.min_p)
     if least > 0.0:
         weights.masked_fill_(weights < least, 0.0)
 

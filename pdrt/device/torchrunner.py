@@ -30,7 +30,8 @@ class TorchRunner:
     ) -> None:
         self.layout = layout
         self.eos_token_ids = model.spec.eos_token_ids
-        self._model, self._device, self._mirrored = model, device, mirrored
+        self.model = model
+        self._device, self._mirrored = device, mirrored
         self._pool: KvPool | None = None
         self._mirror: Mirror | None = None
 
@@ -57,11 +58,11 @@ class TorchRunner:
         if fresh:
             pool.clear(fresh)
         wave = lay_out(batch, pool, DTYPES[self.layout.dtype])
-        hidden = self._model.forward(wave, pool)
+        hidden = self.model.forward(wave, pool)
         wanted = [step for step in batch if step.draw is not None]
         if not wanted:
             return []
-        logits = self._model.logits(hidden[wave.drawn]).cpu()
+        logits = self.model.logits(hidden[wave.drawn]).cpu()
         tokens = sampler.draw(logits, [step.draw for step in wanted if step.draw is not None])
         return [
             Drawn(s.key, token, logprob) for s, (token, logprob) in zip(wanted, tokens, strict=True)

@@ -60,6 +60,15 @@ class Loop:
     def give_back(self, sequence: Sequence_) -> None:
         self._free.extend(sequence.blocks)
 
+    def copy_blocks(self, src: Sequence_, other: Loop, dst: Sequence_) -> None:
+        """What a transfer does: the bytes of the prompt's blocks, and nothing else."""
+        layout = self.runner.layout
+        count = -(-len(src.prompt) // layout.block_size)
+        mine, theirs = memoryview(self.memory), memoryview(other.memory)
+        for here, there in zip(src.blocks[:count], dst.blocks[:count], strict=True):
+            a, b = here * layout.block_bytes, there * layout.block_bytes
+            theirs[b : b + layout.block_bytes] = mine[a : a + layout.block_bytes]
+
     def step(self, sequences: Iterable[Sequence_], chunk: int) -> list[Drawn]:
         """One batch with a step of each: what a prompt still lacks, or its next token."""
         by_key = {s.key: s for s in sequences}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -78,7 +79,7 @@ def make(name: str, directory: Path, **saving: Any) -> Any:
 
 def _random(key: str, weight: torch.Tensor, *, tied: bool) -> torch.Tensor:
     """Spread so that greedy answers neither tie nor repeat one token."""
-    noise = torch.randn(weight.shape)
+    noise: torch.Tensor = torch.randn(weight.shape)
     if key == "model.norm.weight":
         return (1 + 0.1 * noise) * (10 if tied else 1)
     if "norm" in key:
@@ -87,7 +88,7 @@ def _random(key: str, weight: torch.Tensor, *, tied: bool) -> torch.Tensor:
         return noise * (0.1 if tied else 1.0)
     if weight.ndim == 1:
         return 0.1 * noise
-    return noise * 1.2 / weight.shape[1] ** 0.5
+    return noise * 1.2 / math.sqrt(weight.shape[1])
 
 
 def answer(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
@@ -101,4 +102,5 @@ def answer(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(1000 * seed + length)
-    return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+    tokens: list[int] = torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+    return tokens

@@ -1,0 +1,128 @@
+"""The null device answers from every byte of a sequence's KV, so nothing can go wrong unseen."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdrt.device.batch import Draw, SeqStep
+from pdrt.device.null import EOS, NullRunner
+from pdrt.messages import Sampling
+from tests.device.loop import GREEDY, Loop
+
+BLOCK = 4
+TEXT = b"It was the best of times"
+
+
+def loop(seed: int = 1) -> Loop:
+    return Loop(NullRunner(BLOCK), seed=seed)
+
+
+def test_the_answer_does_not_depend_on_blocks_chunks_or_company() -> None:
+    whole = loop().answer(TEXT, 12)
+    assert loop(seed=2).answer(TEXT, 12, chunk=5) == whole
+    together = loop(seed=3)
+    sequences = [together.sequence(p, 12) for p in (b"x", TEXT, b"another prompt")]
+    together.run(sequences, 12, chunk=3)
+    assert sequences[1].output == whole
+
+
+def test_the_answer_depends_on_every_token_of_the_prompt() -> None:
+    answers = {tuple(loop().answer(TEXT[:i] + b"#" + TEXT[i + 1 :], 8)) for i in range(len(TEXT))}
+    assert len(answers) == len(TEXT)
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 40), st.data())
+def test_a_flipped_bit_in_any_used_byte_changes_the_next_token(
+    length: int, data: st.DataObject
+) -> None:
+    one = loop()
+    sequence = one.sequence(random.Random(length).randbytes(length), 8)
+    one.run([sequence], 1)
+    step = sequence.step(1)
+    (before,) = one.runner.execute([step])
+    position = data.draw(st.integers(0, length - 1))
+    lane = data.draw(st.integers(0, 63))  # head, layer, k or v, and byte of the head's 8
+    part, byte = divmod(lane, 8)
+    block = sequence.blocks[position // BLOCK] * one.runner.layout.block_bytes
+    at = block + (part * BLOCK + position % BLOCK) * 8 + byte
+    one.memory[at] ^= 1 << data.draw(st.integers(0, 7))
+    (after,) = one.runner.execute([step])
+    assert after.token != before.token
+
+
+def test_exchanged_blocks_change_the_next_token() -> None:
+    one = loop()
+    sequence = one.sequence(TEXT, 8)
+    one.run([sequence], 1)
+    step = sequence.step(1)
+    (before,) = one.runner.execute([step])
+    swapped = [sequence.blocks[1], sequence.blocks[0], *sequence.blocks[2:]]
+    (after,) = one.runner.execute([SeqStep(1, step.tokens, step.start, swapped, step.draw)])
+    assert after.token != before.token
+
+
+def test_bytes_past_the_sequences_end_do_not_matter() -> None:
+    one = loop()
+    sequence = one.sequence(TEXT[:5], 2)
+    one.run([sequence], 1)
+    (before,) = one.runner.execute([sequence.step(1)])
+    last = sequence.blocks[1] * one.runner.layout.block_bytes
+    for part in range(8):
+        one.memory[last + (part * BLOCK + 3) * 8] ^= 255  # position 7; six are used
+    assert one.runner.execute([sequence.step(1)]) == [before]
+
+
+def test_decode_goes_on_in_another_pool() -> None:
+    prefill, decode = loop(seed=2), loop(seed=3)
+    here = prefill.sequence(TEXT, 12)
+    prefill.run([here], 1, chunk=7)
+    there = decode.sequence(TEXT, 12)
+    prefill.copy_blocks(here, decode, there)
+    there.computed, there.history = len(TEXT), list(here.history)
+    decode.run([there], 12)
+    assert there.output == loop().answer(TEXT, 12)
+
+
+def test_the_seed_matters_with_a_temperature_and_only_then() -> None:
+    def said(temperature: float, seed: int) -> list[int]:
+        return loop().answer(TEXT, 8, sampling=Sampling(temperature=temperature, seed=seed))
+
+    assert said(0.0, 1) == said(0.0, 2)
+    assert said(1.0, 1) == said(1.0, 1)
+    assert said(1.0, 1) != said(1.0, 2)
+
+
+def test_answers_end_now_and_then() -> None:
+    said = Loop(NullRunner(16)).answer(TEXT, 1500)
+    assert EOS in said
+    assert 0 not in said
+    assert NullRunner(16).eos_token_ids == {EOS}
+    assert said.count(EOS) < 20
+
+
+def test_a_step_lasts_as_long_as_told() -> None:
+    slept = list[float]()
+    runner = NullRunner(BLOCK, step_ms=2.0, token_ms=0.5, sleep=slept.append)
+    one = Loop(runner)
+    one.answer(TEXT, 2)
+    assert slept == [(2.0 + 0.5 * len(TEXT)) / 1000, 2.0 / 1000]
+
+
+def test_only_steps_with_a_draw_say_a_token() -> None:
+    one = loop()
+    blocks = one.sequence(TEXT, 1).blocks
+    chunk = SeqStep(8, TEXT[:6], 0, blocks, None)
+    rest = SeqStep(8, TEXT[6:], 6, blocks, Draw(GREEDY, list(TEXT), len(TEXT)))
+    assert one.runner.execute([chunk]) == []
+    assert [drawn.key for drawn in one.runner.execute([rest])] == [8]
+    assert one.runner.execute([]) == []
+
+
+def test_a_pool_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="reshape"):
+        NullRunner(BLOCK).bind(memoryview(bytearray(1024)), 3)
