@@ -2,8 +2,9 @@
 
     python fake_parts.py BEHAVIOUR HOST PORT
 
-`node` tells a bit of load progress and waits for SIGTERM; `router` answers /ready; `deaf` ignores
-SIGTERM; `broken` says why it cannot start and exits 3; `mortal` is a node that dies on GET /die.
+`node` is ready when asked for the second time and ends on SIGTERM, `router` answers /ready a
+little later, `deaf` ignores SIGTERM, `broken` says why it cannot start and exits 3, and any of
+them dies on GET /die.
 """
 
 from __future__ import annotations
@@ -18,12 +19,20 @@ from types import FrameType
 LOAD = {"running": 3, "waiting": 1, "blocks_used": 5, "blocks_total": 9}
 
 
+LOADING = {"rank": "0,0,0", "state": "loading", "loading": ["weights", 1, 4]}
+
+
 class Handler(BaseHTTPRequestHandler):
+    asked = 0
+
     def do_GET(self) -> None:
         if self.path == "/die":
             os._exit(9)
-        body = json.dumps({"state": "ready", "load": LOAD}).encode()
-        self.send_response(200)
+        Handler.asked += 1
+        is_ready = Handler.asked > (3 if self.path == "/ready" else 1)
+        state = {"state": "ready", "load": LOAD} if is_ready else {"workers": [LOADING]}
+        body = json.dumps(state).encode()
+        self.send_response(200 if is_ready or self.path != "/ready" else 503)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -47,7 +56,7 @@ def main(behaviour: str, host: str, port: str) -> None:
     if behaviour == "broken":
         say(event="cannot start", error="no such model")
         sys.exit(3)
-    say(event="loading", worker="0,0,0", stage="weights", done=1, total=4)
+    say(event="listening", port=port)
     ThreadingHTTPServer((host, int(port)), Handler).serve_forever()
 
 

@@ -192,24 +192,22 @@ def test_what_a_killed_one_left_is_removed_and_what_lives_is_not(temporary: Path
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("workers", "told"),
     [
-        ('{"stage": "weights", "done": 1, "total": 4}', Loaded("", "weights", 1, 4)),
+        ([{"rank": "0,0,0", "loading": ["weights", 1, 4]}], [Loaded("0,0,0", "weights", 1, 4)]),
         (
-            '{"event": "loading", "worker": "0,0,0", "stage": "w", "done": 4, "total": 4}',
-            Loaded("0,0,0", "w", 4, 4),
+            [{"rank": "1,0,0", "state": "spawning", "loading": None}, {"rank": 3}],
+            [Loaded("1,0,0", "spawning", 0, 0)],
         ),
-        ('{"event": "step", "running": 3}', None),
-        ('{"stage": "w", "done": "x", "total": 4}', None),
-        ("Traceback (most recent call last):", None),
-        ("[1, 2]", None),
-        ("", None),
+        ([{"rank": "0,0,0", "loading": ["weights", "x", 4]}, "junk"], []),
+        ("junk", []),
+        (None, []),
     ],
 )
-def test_progress_is_read_from_log_lines_and_anything_else_is_not(
-    line: str, told: Loaded | None
+def test_progress_is_read_from_a_status_and_anything_else_is_not(
+    workers: object, told: list[Loaded]
 ) -> None:
-    assert read_loaded(line) == told
+    assert read_loaded({"workers": workers}) == told
 
 
 def test_the_status_line_says_how_loaded_who_is() -> None:

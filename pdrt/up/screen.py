@@ -5,7 +5,6 @@ On anything but a terminal the same is told in plain lines, once per stage, with
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -29,15 +28,22 @@ class Loaded:
     total: int
 
 
-def read_loaded(line: str) -> Loaded | None:
-    """The progress in a log line, if that is what it tells."""
-    try:
-        told = json.loads(line)
-        return Loaded(
-            str(told.get("worker", "")), str(told["stage"]), int(told["done"]), int(told["total"])
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
+def read_loaded(status: Mapping[str, object]) -> list[Loaded]:
+    """The workers that still load, from what a leader says of itself; never raises."""
+    workers = status.get("workers")
+    if not isinstance(workers, list):
+        return []
+    return [each for worker in workers if (each := _one_loaded(worker)) is not None]
+
+
+def _one_loaded(worker: object) -> Loaded | None:
+    match worker:
+        case {"rank": str(rank), "loading": [str(stage), int(done), int(total)]}:
+            return Loaded(rank, stage, done, total)
+        case {"rank": str(rank), "state": str(state)}:
+            return Loaded(rank, state, 0, 0)
+        case _:
+            return None
 
 
 def status_line(statuses: Mapping[str, Mapping[str, object] | None]) -> str:

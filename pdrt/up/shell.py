@@ -125,8 +125,9 @@ class Cluster:
 
     async def _becomes_ready(self, asked: Asked, within_s: float) -> bool:
         """False when asked to stop before. Raises PeerLost or Unavailable when it never will."""
+        until = time.monotonic() + within_s
         async with self._session() as session:
-            for _ in range(int(within_s / _LOOK_S) + 1):
+            while time.monotonic() < until:
                 self._hear()
                 for child in self.children:
                     if child.exit_status is not None:
@@ -134,6 +135,7 @@ class Cluster:
                         raise PeerLost(f"{child.part.name} ended before the cluster was ready")
                 if await _is_ready(session, self._router.url):
                     return True
+                self._tell_loading(await self._statuses(session, self.children))
                 await asked.stop_within(_LOOK_S)
                 if asked.stop.is_set():
                     return False
@@ -142,9 +144,15 @@ class Cluster:
 
     def _hear(self) -> None:
         for child in self.children:
-            for line in child.new_lines():
-                if loaded := read_loaded(line):
-                    self._screen.loading(child.part, loaded)
+            child.new_lines()
+
+    def _tell_loading(self, statuses: Mapping[str, Mapping[str, Any] | None]) -> None:
+        for part in self._parts:
+            if status := statuses.get(part.name):
+                if status.get("state") == "ready":
+                    self._screen.is_ready(part)
+                for loaded in read_loaded(status):
+                    self._screen.loading(part, loaded)
 
     def _tell_ready(self) -> None:
         for part in self._parts:
