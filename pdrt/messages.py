@@ -517,6 +517,7 @@ class BootstrapHealth:
     ready: bool
     instance_epoch: Number
     missing: tuple[str, ...] = ()  # ranks without a live lease, with the reason
+    http: Short = ""  # where the leader's API is reached
 
 
 @_wire

@@ -29,7 +29,6 @@ class WorkerSpec(BaseModel):
     key_hex: str
     endpoint: str  # of the supervisor's socket, ipc://
     epoch: int  # of this worker's life; a later life has a higher one
-    threads: int  # compute threads, 0: as many as the device likes
 
     @property
     def key(self) -> ClusterKey:

@@ -93,6 +93,7 @@ class BootstrapState:
     host: str = "127.0.0.1"
     limits: Limits = field(default_factory=Limits)
     status: str = "ok"
+    http: str = ""  # where the leader's API is reached
     rank_table: dict[str, Registration] = field(default_factory=dict)
     room_to_dp_rank: OrderedDict[int, tuple[int, float]] = field(default_factory=OrderedDict)
     counters: Counter[str] = field(default_factory=Counter)
@@ -164,6 +165,7 @@ class BootstrapState:
             ready=not missing,
             instance_epoch=self.instance_epoch,
             missing=tuple(missing[:_SHOWN]),
+            http=self.http,
         )
 
     def _is_live(self, rank: str, now: float) -> bool:

@@ -45,8 +45,11 @@ E = TypeVar("E", bound=PdrtError)
 class WorkerLink(Protocol):
     """One dp rank's worker, as its supervisor sees it; `ready` is None while it is not there."""
 
-    rank: Rank
-    ready: Ready | None
+    @property
+    def rank(self) -> Rank: ...
+
+    @property
+    def ready(self) -> Ready | None: ...
 
     def tell(self, message: ToWorker) -> None:
         """Never waits. Raises PeerLost or Overloaded."""

@@ -1,0 +1,119 @@
+"""How a decode leader has a retracted room computed again by the prefill side that it came from.
+
+The promise: each request is remembered from its Submit to its end and no longer, and asking
+ends with an answer or a PdrtError by the request's own deadline; then the worker computes the
+room itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from aiohttp import ClientError, ClientSession, ClientTimeout
+from pydantic import TypeAdapter
+
+from pdrt.control.bootstrap_client import BootstrapClient
+from pdrt.control.http import Json, error_from_answer, error_of_client
+from pdrt.errors import NotFound, Unavailable
+from pdrt.keys import ClusterKey
+from pdrt.messages import (
+    AbortRoom,
+    AskPrefill,
+    Rebind,
+    Sampling,
+    Source,
+    Submit,
+    ToWorker,
+    unpack_ids,
+)
+
+_SAMPLING: Final = TypeAdapter(Sampling)
+_MAX_ANSWER_BYTES: Final = 1 << 16
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where a room's prompt was computed, and what its request was."""
+
+    submit: Submit
+    source: Source
+    deadline: float
+
+
+class Reprefill:
+    """`heard` sees all that is told to workers, `over` each room's end."""
+
+    def __init__(
+        self,
+        session: ClientSession,
+        key: ClusterKey,
+        connect_s: float,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        self._session, self._key, self._connect_s = session, key, connect_s
+        self._clock, self._wall = clock, wall
+        self._origins: dict[int, Origin] = {}
+
+    def __len__(self) -> int:
+        return len(self._origins)
+
+    def heard(self, message: ToWorker) -> None:
+        match message:
+            case Submit(source=Source() as source):
+                deadline = self._clock() + message.time_left
+                self._origins[message.room] = Origin(message, source, deadline)
+            case Rebind() if origin := self._origins.get(message.room):
+                origin.source = message.source
+            case AbortRoom():
+                self.over(message.room)
+            case _:
+                pass
+
+    def over(self, room: int) -> None:
+        self._origins.pop(room, None)
+
+    async def ask(self, wanted: AskPrefill) -> None:
+        """Until decode's memory holds the room's tokens. Raises PdrtError."""
+        origin = self._origins.get(wanted.room)
+        if origin is None:
+            raise NotFound(f"room {wanted.room} is not in flight")
+        client = BootstrapClient(
+            self._session, origin.source.host, origin.source.port, self._key, self._connect_s
+        )
+        leader = (await client.health()).http
+        if not leader:
+            raise Unavailable(f"{client.where} does not say where its leader is")
+        left = max(origin.deadline - self._clock(), 0.001)
+        await self._post(f"{leader}/internal/prefill", self._body(wanted, origin, left), left)
+
+    def _body(self, wanted: AskPrefill, origin: Origin, left: float) -> Json:
+        submit = origin.submit
+        expires = self._wall() + left
+        return {
+            "bootstrap_room": wanted.room,
+            "attempt": wanted.attempt,
+            "request_id": submit.request_id,
+            "input_ids": unpack_ids(wanted.tokens),
+            "prompt_tokens": submit.prompt_tokens,
+            "sampling": _SAMPLING.dump_python(submit.sampling, mode="json"),
+            "time_left_s": left,
+            "disagg_prefill_dp_rank": origin.source.dp_rank,
+            "transfer_token": self._key.room_token(wanted.room, wanted.attempt, expires),
+        }
+
+    async def _post(self, url: str, body: Json, left: float) -> None:
+        headers = {"authorization": f"Bearer {self._key.bearer()}"}
+        timeout = ClientTimeout(total=left, connect=self._connect_s)
+        try:
+            async with self._session.post(
+                url, json=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                answer = await response.content.read(_MAX_ANSWER_BYTES)
+                status = response.status
+        except (ClientError, TimeoutError, OSError) as error:
+            raise error_of_client(error, url) from error
+        if status != 200:
+            raise error_from_answer(status, answer, url)
