@@ -300,10 +300,11 @@ class DPDispatcher:
         self._owe(self._lanes[stream.dp_rank], abort)
 
     def _tell(self, lane: _Lane, message: Submit | Rebind | ResumeLocally) -> None:
-        """Order matters: an abort that is owed must not overtake the room's next attempt."""
+        """Abort first what is owed, or it would hit the room's next attempt.
+
+        A mailbox that does not take the abort does not take this message either: no time passes.
+        """
         self._pay(lane)
-        if lane.owed:
-            raise self._refused(Overloaded("the worker does not read its messages"))
         try:
             lane.link.tell(message)
         except (Overloaded, PeerLost) as error:

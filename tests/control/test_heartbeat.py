@@ -201,9 +201,8 @@ async def test_the_table_of_peers_is_bounded_and_the_least_wanted_goes() -> None
     assert len(rig.heartbeat.peers()) == heartbeat.MAX_PEERS
     assert rig.heartbeat.health(*A) is UNKNOWN
     await settle()
-    pings = [address for _, address in rig.net.pings]
     await rig.time.run_until(1.05)
-    assert pings.count(A) == 1
+    assert [address for _, address in rig.net.pings].count(A) == 1
     await rig.end()
 
 
@@ -289,6 +288,10 @@ async def test_callers_are_bounded_and_the_silent_are_forgotten() -> None:
     for number in range(heartbeat.MAX_PEERS + 5):
         party.callers.heard(f"d{number} 1")
     assert len(party.callers.peers()) == heartbeat.MAX_PEERS
+    party.callers.heard("d5 1")  # else the longest silent, now
+    party.callers.heard("d9999 1")
+    names = {peer.name for peer in party.callers.peers()}
+    assert ("d4" in names, "d5" in names, "d6" in names) == (False, True, False)
     await party.time.run_until(6)
     assert party.callers.peers() == []
     await party.end()
