@@ -174,7 +174,7 @@ class ShmTransport:
                 if job.stop:
                     return job.stop
                 copy(piece, source, target)
-        except OSError as error:
+        except (OSError, ValueError, ctypes.ArgumentError) as error:
             return f"copying failed: {error}"
         if job.stop:
             return job.stop

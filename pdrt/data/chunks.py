@@ -1,0 +1,37 @@
+"""From computed blocks to one write for one decode rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdrt.data.events import SlotRecord
+from pdrt.data.layout import merged_runs
+from pdrt.data.memory import SLOT_BYTES
+from pdrt.data.metadata import pack_slot
+from pdrt.data.transfer import Target
+from pdrt.data.transport.promise import SlotWrite, Write
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Blocks first_block.. of the prompt, in our blocks `src`; `last` with the last of them."""
+
+    src: Sequence[int]
+    first_block: int
+    last: SlotRecord | None = None
+
+
+def write_of(chunk: Chunk, target: Target, write: int, block_bytes: int, pool_at: int) -> Write:
+    """What of the chunk this decode rank does not have yet. `pool_at` is our pool's offset."""
+    skip = max(0, target.first_block - chunk.first_block)
+    src = chunk.src[skip:]
+    begin = chunk.first_block + skip - target.first_block
+    dst = target.blocks[begin : begin + len(src)]
+    region = target.region
+    slot = None
+    if chunk.last is not None:
+        at = region.slots_at + target.slot * SLOT_BYTES
+        slot = SlotWrite(at, pack_slot(chunk.last))
+    runs = merged_runs(src, dst, block_bytes, pool_at, region.pool_at)
+    return Write(write, target.session, runs, slot)

@@ -1,0 +1,402 @@
+"""KVTransferManager: the shell around a rank's transfers.
+
+All decisions are made by `Senders` (prefill) or `Receivers` (decode); here are the socket, the
+transport, the timers and the watch over processes. Nothing that a peer sends can raise here:
+what is no message is counted and dropped. When one of its tasks fails, `run` fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias, assert_never
+
+import structlog
+
+from pdrt.config import TimeoutsSection
+from pdrt.data import outward as out
+from pdrt.data.chunks import Chunk
+from pdrt.data.events import SlotRecord, TransferEvent
+from pdrt.data.limits import Limits, Patience
+from pdrt.data.memory import PoolMemory
+from pdrt.data.metadata import MetadataBufferPool
+from pdrt.data.process import DeathWatch, this_process
+from pdrt.data.receivers import Admission, Receivers, Receiving
+from pdrt.data.senders import Senders, Sending
+from pdrt.data.transfer import Receiver, Sender
+from pdrt.data.transport.promise import Peer, Transport
+from pdrt.data.wire import Wire
+from pdrt.errors import BadMessage, PdrtError, Unavailable
+from pdrt.keys import ClusterKey
+from pdrt.messages import (
+    FROM_DECODE,
+    FROM_PREFILL,
+    AbortTransfer,
+    Attach,
+    FromDecode,
+    FromPrefill,
+    Handshake,
+    KvLayout,
+    Ping,
+    Problem,
+    Process,
+    Rank,
+    Route,
+    Source,
+    decode,
+    encode,
+)
+
+_POLL_S: Final = 0.005  # the doorbell is faster; this is for the one that got lost
+_ROUTE_RETRY_S: Final = 0.1
+
+_log = structlog.get_logger()
+
+Routes: TypeAlias = Callable[[Source], Awaitable[Route]]
+Clock: TypeAlias = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """Figures for the status line and the metrics; counters only rise."""
+
+    rooms: int
+    peers: dict[str, str]
+    quarantined: int  # attempts that are over, whose memory may still be written
+    quarantined_long: int  # of these, longer than the grace time
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class KVTransferManager:
+    """One per worker. `start`, then `run` for as long as it lives, then `close`.
+
+    Every other method returns at once. `wake` is called when `take_events` has something.
+    """
+
+    role: Literal["prefill", "decode"]
+    rank: Rank
+    layout: KvLayout
+    memory: PoolMemory
+    transport: Transport
+    key: ClusterKey
+    local_ip: str
+    timeouts: TimeoutsSection
+    limits: Limits
+    routes: Routes
+    wake: Callable[[], None]
+    clock: Clock
+    wall: Clock
+    decode_tp: int = 1
+
+    def __post_init__(self) -> None:
+        self._wire = Wire(self.key, self.local_ip)
+        self._process = this_process()
+        self._patience = Patience.of(self.timeouts)
+        self._slots = MetadataBufferPool(self.memory.slots_view, self.memory.slots)
+        self._lives = DeathWatch(self._died)
+        self._counters: Counter[str] = Counter()
+        self._group: asyncio.TaskGroup | None = None
+        self._is_expecting = asyncio.Event()  # a slot is waited for
+        self._reported_long = 0
+        self.prefill_info_table: dict[tuple[str, int], Route] = {}
+        self._asking: dict[tuple[str, int], list[out.FindRoute]] = {}
+        self._senders: Senders | None = None
+        self._receivers: Receivers | None = None
+
+    async def start(self) -> str:
+        """Bind the control socket; its endpoint is what peers are told."""
+        endpoint = self._wire.start()
+        if self.role == "prefill":
+            sending = Sending(
+                self.rank,
+                self._process,
+                self.layout,
+                self.memory.pool_at,
+                self.transport.name,
+                self.key,
+            )
+            self._senders = Senders(sending, self.limits, self._patience)
+        else:
+            receiving = Receiving(self.rank, self.decode_tp, self._attach(endpoint), self.key)
+            self._receivers = Receivers(receiving, self._slots, self.limits, self._patience)
+        return endpoint
+
+    def _attach(self, endpoint: str) -> Attach:
+        return Attach(
+            session=secrets.token_hex(8),
+            endpoint=endpoint,
+            process=self._process,
+            layout=self.layout,
+            region=self.memory.region(self.transport.name, self.transport.handle),
+        )
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises when the control socket or a transport thread fails."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                group.create_task(self._wire.guard(), name="guard")
+                group.create_task(self._listen(), name="listen")
+                group.create_task(self._follow_writes(), name="writes")
+                group.create_task(self._keep_time(), name="time")
+                if self._receivers:
+                    group.create_task(self._poll(), name="poll")
+                self._carry_out()
+        finally:
+            self._group = None
+
+    async def close(self) -> None:
+        """End all writes, then let go of sockets, processes and memory."""
+        await self.transport.close()
+        self._lives.close()
+        self._wire.close()
+
+    # For the scheduler of a prefill rank.
+
+    def expect(
+        self, room: int, attempt: int, prompt_tokens: int, prompt_hash: bytes, deadline: float
+    ) -> None:
+        self._sending.expect(Sender(room, attempt, prompt_tokens, prompt_hash, deadline))
+        self._carry_out()
+
+    def started(self, room: int, attempt: int) -> None:
+        self._sending.started((room, attempt))
+        self._carry_out()
+
+    def send(
+        self,
+        room: int,
+        attempt: int,
+        src_blocks: Sequence[int],
+        first_block: int,
+        last: SlotRecord | None,
+    ) -> None:
+        """Blocks first_block.. of the prompt are computed; `last` comes with the final ones."""
+        chunk = Chunk(src_blocks, first_block, last)
+        self._sending.send((room, attempt), chunk, self.clock())
+        self._carry_out()
+
+    def abort_send(self, room: int, attempt: int, problem: Problem) -> None:
+        self._sending.abort((room, attempt), problem)
+        self._carry_out()
+
+    # For the scheduler of a decode rank.
+
+    def open_receiver(self, room: int, attempt: int, source: Source, deadline: float) -> None:
+        where = source.host, source.port
+        self._receiving.open(Receiver(room, attempt, where, source.dp_rank, deadline))
+        self._carry_out()
+
+    def admit(  # noqa: PLR0913 - the scheduler's effect, field by field
+        self,
+        room: int,
+        attempt: int,
+        blocks: Sequence[int],
+        first_block: int,
+        slot: int,
+        prompt_tokens: int,
+        prompt_hash: bytes,
+        deadline: float,
+    ) -> None:
+        admission = Admission(
+            tuple(blocks), first_block, slot, prompt_tokens, prompt_hash, deadline
+        )
+        self._receiving.admit((room, attempt), admission, self.clock(), self.wall())
+        self._is_expecting.set()
+        self._carry_out()
+
+    def abort_receive(self, room: int, attempt: int, reason: str) -> None:
+        self._receiving.abort((room, attempt), reason, self.clock())
+        self._carry_out()
+
+    def poll_slots(self) -> None:
+        """Look at all slots that are waited for; the manager does so by itself."""
+        self._receiving.scan(self.clock())
+        self._carry_out()
+
+    def take_events(self) -> list[TransferEvent]:
+        """What happened since the last call, in order."""
+        events = list(self._desk.events)
+        self._desk.events.clear()
+        return events
+
+    def stats(self) -> TransferStats:
+        desk, now = self._desk, self.clock()
+        counters = self._counters + desk.counters
+        counters["slots_stale"] = self._slots.stale
+        counters["slots_corrupt"] = self._slots.corrupt
+        return TransferStats(
+            rooms=len(desk.rooms),
+            peers=desk.health(),
+            quarantined=desk.quarantined,
+            quarantined_long=desk.overdue_quarantine(now),
+            counters=dict(counters),
+        )
+
+    # Inside.
+
+    @property
+    def _desk(self) -> Senders | Receivers:
+        desk = self._senders or self._receivers
+        assert desk is not None, "start() comes first"
+        return desk
+
+    @property
+    def _sending(self) -> Senders:
+        assert self._senders is not None, "only a prefill rank sends"
+        return self._senders
+
+    @property
+    def _receiving(self) -> Receivers:
+        assert self._receivers is not None, "only a decode rank receives"
+        return self._receivers
+
+    async def _listen(self) -> None:
+        while True:
+            self.hear(await self._wire.receive())
+
+    def hear(self, frame: bytes) -> None:
+        """Bytes from a member of the cluster, whatever they are."""
+        now, wall = self.clock(), self.wall()
+        try:
+            if self._senders:
+                self._senders.receive(decode(FROM_DECODE, frame), now, wall)
+            else:
+                self._receiving.receive(decode(FROM_PREFILL, frame), now)
+        except BadMessage:
+            self._counters["dropped_bad_message"] += 1
+        self._carry_out()
+
+    async def _follow_writes(self) -> None:
+        async for end in self.transport.ends():
+            if self._senders:
+                self._senders.write_ended(end, self.clock())
+                self._carry_out()
+
+    async def _keep_time(self) -> None:
+        """Deadlines, pings and what must be said again: with and without traffic."""
+        while True:
+            now = self.clock()
+            self._desk.tick(now, self.wall())
+            self._report_quarantine(now)
+            self._carry_out()
+            await asyncio.sleep(max(self._desk.next_due(now) - self.clock(), 0.001))
+
+    async def _poll(self) -> None:
+        """The backstop of the doorbell; it sleeps while no slot is waited for."""
+        while True:
+            await self._is_expecting.wait()
+            self.poll_slots()
+            await asyncio.sleep(_POLL_S)
+            if not self._slots.waiting:
+                self._is_expecting.clear()
+
+    def _report_quarantine(self, now: float) -> None:
+        overdue = self._desk.overdue_quarantine(now)
+        if overdue > self._reported_long:
+            _log.warning("kv_quarantined_long", attempts=overdue, peers=self._desk.health())
+        self._reported_long = overdue
+
+    def _died(self, process: Process) -> None:
+        self._desk.died(process, self.clock())
+        self._carry_out()
+
+    def _carry_out(self) -> None:
+        """Do what the desk decided; what needs `run` waits for it."""
+        desk = self._desk
+        while desk.outbox and self._group:
+            self._do(desk.outbox.popleft(), self._group)
+        if desk.events:
+            self.wake()
+
+    def _do(self, effect: out.Outward, group: asyncio.TaskGroup) -> None:
+        match effect:
+            case out.Tell(endpoint, message):
+                self._tell(endpoint, message)
+            case out.HangUp(endpoint):
+                self._wire.hang_up(endpoint)
+            case out.WatchLife(process):
+                self._lives.watch(process)
+            case out.StartWrite(write):
+                self.transport.start(write)
+            case out.AbortWrite(write):
+                self.transport.abort(write)
+            case out.AttachPeer(peer):
+                group.create_task(self._attach_peer(peer))
+            case out.DetachPeer(peer):
+                self.transport.detach(peer)
+            case out.FindRoute():
+                self._find_route(effect, group)
+            case out.ForgetRoute(host, port):
+                self.prefill_info_table.pop((host, port), None)
+            case _:
+                assert_never(effect)
+
+    def _tell(self, endpoint: str, message: FromDecode | FromPrefill) -> None:
+        if not self._wire.send(endpoint, _frame(message)):
+            self._counters["sends_refused"] += 1
+
+    async def _attach_peer(self, peer: Peer) -> None:
+        try:
+            await self.transport.attach(peer)
+        except PdrtError as error:
+            self._sending.not_attached(peer.name, _problem(error, "attach"))
+        else:
+            self._sending.attached(peer.name)
+        self._carry_out()
+
+    def _find_route(self, wish: out.FindRoute, group: asyncio.TaskGroup) -> None:
+        """Each bootstrap server is asked once, however many requests wait for its answer."""
+        where = wish.source.host, wish.source.port
+        if route := self.prefill_info_table.get(where):
+            self._receiving.resolved((wish.room, wish.attempt), route, self.clock())
+        elif where in self._asking:
+            self._asking[where].append(wish)
+        else:
+            self._asking[where] = [wish]
+            group.create_task(self._ask_route(wish.source))
+
+    async def _ask_route(self, source: Source) -> None:
+        where = source.host, source.port
+        answer = await self._route(source)
+        if isinstance(answer, Route):
+            self.prefill_info_table[where] = answer
+        for wish in self._asking.pop(where):
+            key = wish.room, wish.attempt
+            if isinstance(answer, Route):
+                self._receiving.resolved(key, answer, self.clock())
+            else:
+                self._receiving.unresolved(key, answer, self.clock())
+        self._carry_out()
+
+    async def _route(self, source: Source) -> Route | Problem:
+        """What the bootstrap server says; it may be starting, so it is asked for a while."""
+        answer = _problem(Unavailable(f"{source.host}:{source.port} does not answer"), "bootstrap")
+        try:
+            async with asyncio.timeout(self.timeouts.connect_s):
+                while True:
+                    try:
+                        return await self.routes(source)
+                    except PdrtError as error:
+                        answer = _problem(error, "bootstrap")
+                        if not error.retryable:
+                            return answer
+                    await asyncio.sleep(_ROUTE_RETRY_S)
+        except TimeoutError:
+            return answer
+
+
+def _frame(message: FromDecode | FromPrefill) -> bytes:
+    match message:
+        case Attach() | Handshake() | AbortTransfer() | Ping():
+            return encode(FROM_DECODE, message)
+        case _:
+            return encode(FROM_PREFILL, message)
+
+
+def _problem(error: PdrtError, stage: str) -> Problem:
+    return Problem(code=error.code, message=str(error), stage=stage)

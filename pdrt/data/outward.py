@@ -1,0 +1,83 @@
+"""What the desks (`senders`, `receivers`) decided and the manager carries out, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pdrt.data.transport.promise import Peer, Write
+from pdrt.messages import FromDecode, FromPrefill, Process, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a message to the control socket at `endpoint`."""
+
+    endpoint: str
+    message: FromDecode | FromPrefill
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """Nothing more is said to this endpoint."""
+
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class WatchLife:
+    """Tell the desk when this process has died."""
+
+    process: Process
+
+
+@dataclass(frozen=True, slots=True)
+class StartWrite:
+    write: Write
+
+
+@dataclass(frozen=True, slots=True)
+class AbortWrite:
+    write: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttachPeer:
+    """Make the peer's memory reachable; the answer is `attached` or `not_attached`."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class DetachPeer:
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class FindRoute:
+    """Ask the source's bootstrap server; the answer is `resolved` or `unresolved`."""
+
+    room: int
+    attempt: int
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetRoute:
+    """What this bootstrap server said does not hold any more."""
+
+    host: str
+    port: int
+
+
+Outward: TypeAlias = (
+    Tell
+    | HangUp
+    | WatchLife
+    | StartWrite
+    | AbortWrite
+    | AttachPeer
+    | DetachPeer
+    | FindRoute
+    | ForgetRoute
+)

@@ -1,0 +1,437 @@
+"""The prefill side of all transfers of a rank: decisions only, no socket, thread or clock.
+
+Promises: SendEnded comes exactly once for each expected attempt, when no write of it is open
+any more; Quiesced is said only then, and after it no write of that attempt is started: an
+attempt that is over is never bound again, and a handshake that comes too late is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from pdrt.data.chunks import Chunk, write_of
+from pdrt.data.early import Early, EarlyHandshakes
+from pdrt.data.events import SendEnded, SenderReady, SendFailed, TransferEvent
+from pdrt.data.handshake import is_genuine
+from pdrt.data.layout import blocks_for
+from pdrt.data.limits import Limits, Patience
+from pdrt.data.outward import AbortWrite, Outward, StartWrite
+from pdrt.data.quarantine import Ledger
+from pdrt.data.sessions import Session, Sessions
+from pdrt.data.transfer import (
+    TERMINAL,
+    AllWritten,
+    Broke,
+    ChunkGiven,
+    DecodeLeft,
+    Key,
+    SayComplete,
+    SayFailed,
+    Sender,
+    SendInput,
+    ShookHands,
+    State,
+    Stopped,
+    StopWrites,
+    Target,
+    feed_sender,
+)
+from pdrt.data.transport.promise import Ended, Write
+from pdrt.data.voice import Voice
+from pdrt.errors import (
+    BadMessage,
+    Cancelled,
+    DeadlinePassed,
+    Illegal,
+    Overloaded,
+    PdrtError,
+    PeerLost,
+    PromptMismatch,
+    TransferFailed,
+)
+from pdrt.keys import ClusterKey
+from pdrt.messages import (
+    AbortTransfer,
+    Attach,
+    FromDecode,
+    Handshake,
+    KvLayout,
+    Ping,
+    Problem,
+    Process,
+    Rank,
+    unpack_ids,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWrite:
+    key: Key
+    session: Session
+    size: int
+    started_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """What a prefill rank is."""
+
+    rank: Rank
+    process: Process
+    layout: KvLayout
+    pool_at: int  # of its own memory
+    transport: str
+    key: ClusterKey
+
+
+class Senders:
+    """Feed it messages, ends and the scheduler's wishes; read `outbox` and `events`."""
+
+    def __init__(self, me: Sending, limits: Limits, patience: Patience) -> None:
+        self._me, self._patience = me, patience
+        self.outbox: deque[Outward] = deque()
+        self.events: deque[TransferEvent] = deque()
+        self.counters: Counter[str] = Counter()
+        identity = (me.rank, me.process, me.layout)
+        self.sessions = Sessions(identity, limits, patience, self.outbox, self.counters)
+        self.rooms: dict[Key, Sender] = {}
+        self.early = EarlyHandshakes(limits.rooms_per_peer)
+        self.writes: Ledger[Key, int] = Ledger()
+        self._open: dict[int, OpenWrite] = {}
+        self._voice = Voice(me.rank, self.outbox)
+        self._outcomes: OrderedDict[Key, Problem | None] = OrderedDict()
+        self._max_outcomes = limits.outcomes
+        self._last_write = 0
+
+    # What the scheduler wants.
+
+    def expect(self, sender: Sender) -> None:
+        """A request whose prompt this rank will compute."""
+        key = sender.key
+        if key in self.rooms:
+            raise Illegal("senders", self.rooms[key].state, sender)
+        self.rooms[key] = sender
+        if problem := self._outcomes.get(key):  # decode gave it up before we heard of it
+            self._feed(sender, DecodeLeft(problem))
+            return
+        for handshake in self.early.take(key):
+            if session := self.sessions.get(handshake.session):
+                self._bind(sender, session, handshake)
+
+    def started(self, key: Key) -> None:
+        """The prompt's computation began."""
+        if sender := self.rooms.get(key):
+            for session in self._targets(sender):
+                self._voice.started(session, key)
+
+    def send(self, key: Key, chunk: Chunk, now: float) -> None:
+        """A chunk is computed; the one with `last` ends the prompt."""
+        sender = self.rooms.get(key)
+        if sender is None or sender.state in TERMINAL:
+            return  # SendEnded has been told, or will be
+        self._feed(sender, ChunkGiven())
+        writes = [self._write(chunk, target) for target in sender.targets.values()]
+        sender.given_bytes += sum(write.size for write in writes)
+        if chunk.last is None:
+            self._start(sender, [write for write in writes if write.size], now)
+            return
+        sender.is_last_given = True
+        sender.last = writes
+        self._go_on(sender, now)
+
+    def abort(self, key: Key, problem: Problem) -> None:
+        """The scheduler gave it up."""
+        if sender := self.rooms.get(key):
+            self._feed(sender, Stopped(problem))
+
+    # What the transport tells.
+
+    def attached(self, session: str) -> None:
+        self.sessions.attached(session)
+
+    def not_attached(self, session: str, problem: Problem) -> None:
+        self.sessions.not_attached(session, problem)
+
+    def write_ended(self, end: Ended, now: float) -> None:
+        write = self._open.pop(end.id, None)
+        if write is None:
+            self.counters["duplicate_ends"] += 1
+            return
+        write.session.moved_at = now
+        sender = self.rooms[write.key]
+        is_released = self.writes.let_go(sender.key, end.id)
+        if end.error is not None:
+            self._break(sender, TransferFailed, f"a write failed: {end.error}")
+        else:
+            sender.done_bytes += write.size
+            self.counters["sent_bytes"] += write.size
+            self._go_on(sender, now)
+        if is_released:
+            self._forget(sender)
+
+    # What the decode workers say.
+
+    def receive(self, message: FromDecode, now: float, wall: float) -> None:
+        match message:
+            case Attach():
+                self.sessions.greet(message, now)
+            case Ping():
+                self.sessions.answer(message, now)
+            case Handshake() | AbortTransfer():
+                session = self.sessions.get(message.session)
+                if session is None or not session.is_attached:
+                    self.counters["dropped_unknown_session"] += 1
+                elif isinstance(message, Handshake):
+                    self._shake(session, message, now, wall)
+                else:
+                    self._leave(session, message, now)
+            case _:
+                assert_never(message)
+
+    def _shake(self, session: Session, shake: Handshake, now: float, wall: float) -> None:
+        if shake.number <= session.number:
+            self.counters["dropped_late_handshake"] += 1
+            return
+        if not is_genuine(self._me.key, shake, session.endpoint):
+            self.counters["dropped_forged_handshake"] += 1
+            return
+        session.number = shake.number
+        self.sessions.heard(session, now)
+        key = shake.room, shake.attempt
+        sender = self.rooms.get(key)
+        if sender is not None:
+            self._shake_known(sender, session, shake)
+        elif key in self._outcomes:
+            self._repeat(session, key)
+        elif shake.expires <= wall:
+            self._decline(session, key, self._problem(DeadlinePassed, key, "it came expired"))
+        else:
+            self._keep_early(session, shake, now + min(shake.expires - wall, self._patience.early))
+
+    def _shake_known(self, sender: Sender, session: Session, shake: Handshake) -> None:
+        if sender.problem is not None:
+            self._voice.failed(session, sender.key, sender.problem)
+        elif session.name in sender.targets:
+            self._voice.accepted(session, sender.key)
+        else:
+            self._bind(sender, session, shake)
+
+    def _bind(self, sender: Sender, session: Session, shake: Handshake) -> None:
+        try:
+            target = self._target(sender, session, shake)
+        except PdrtError as error:
+            problem = self._problem(type(error), sender.key, str(error))
+            self._decline(session, sender.key, problem)
+            self._feed(sender, Broke(problem))
+            return
+        sender.targets[session.name] = target
+        session.rooms.add(sender.key)
+        self._voice.accepted(session, sender.key)
+        if len(sender.targets) == shake.decode_ranks:
+            first = min(t.first_block for t in sender.targets.values())
+            self._feed(sender, ShookHands(first))
+
+    def _target(self, sender: Sender, session: Session, shake: Handshake) -> Target:
+        """Where the handshake lets us write. Raises PromptMismatch or BadMessage."""
+        if sender.state is not State.BOOTSTRAPPING:
+            raise BadMessage(f"more than {len(sender.targets)} decode ranks shook hands")
+        tokens = sender.prompt_tokens
+        if shake.prompt_tokens != tokens:
+            raise PromptMismatch(
+                f"the prompt has {tokens} tokens here, {shake.prompt_tokens} there"
+            )
+        if shake.prompt_hash != sender.prompt_hash:
+            raise PromptMismatch(f"the two legs have different prompts of {tokens} tokens")
+        blocks, region = unpack_ids(shake.blocks), session.attach.region
+        wanted = blocks_for(tokens, self._me.layout.block_size) - shake.first_block
+        if len(blocks) != wanted or len(set(blocks)) != wanted:
+            raise BadMessage(f"{len(set(blocks))} blocks are offered, {wanted} are needed")
+        if any(not 0 <= block < region.blocks for block in blocks) or shake.slot >= region.slots:
+            raise BadMessage("a block or the slot lies outside the described region")
+        return Target(session.name, region, shake.first_block, blocks, shake.slot)
+
+    def _keep_early(self, session: Session, shake: Handshake, expires_at: float) -> None:
+        key = shake.room, shake.attempt
+        pushed_out = self.early.put(key, Early(shake, expires_at))
+        self._voice.accepted(session, key)
+        if pushed_out is not None:
+            self.counters["early_handshakes_pushed_out"] += 1
+            self._decline_early(pushed_out, Overloaded, "too many rooms that nobody expects")
+
+    def _decline_early(self, shake: Handshake, error: type[PdrtError], cause: str) -> None:
+        key = shake.room, shake.attempt
+        if session := self.sessions.get(shake.session):
+            self._decline(session, key, self._problem(error, key, cause))
+
+    def _leave(self, session: Session, abort: AbortTransfer, now: float) -> None:
+        """Decode gave it up. Quiesced is said at once when nothing was promised to it."""
+        self.sessions.heard(session, now)
+        session.number = max(session.number, abort.number)
+        key = abort.room, abort.attempt
+        problem = self._problem(Cancelled, key, "the decode side gave it up")
+        self.early.drop_room(session.name, key)
+        sender = self.rooms.get(key)
+        is_target = sender is not None and session.name in sender.targets
+        if sender is None:
+            self._remember(key, self._outcomes.get(key, problem))
+        elif is_target or not sender.targets:
+            self._feed(sender, DecodeLeft(problem))
+        if not is_target:
+            self._voice.quiesced(session, key)
+
+    # What time and the kernel tell.
+
+    def died(self, process: Process, _now: float) -> None:
+        for session in self.sessions.died(process):
+            self.early.drop(session.name)
+            self._lose(session, "its process has died")
+
+    def tick(self, now: float, wall: float) -> None:
+        for session in self.sessions.silent(now):
+            self._lose(session, "it does not ping any more")
+        for sender in [s for s in self.rooms.values() if s.deadline <= now]:
+            self._break(sender, DeadlinePassed, "the deadline has passed")
+        for shake in self.early.expired(now):
+            self.counters["early_handshakes_expired"] += 1
+            self._decline_early(shake, TransferFailed, "the request never came here")
+        for write in list(self._open.values()):
+            if now - max(write.started_at, write.session.moved_at) > self._stall_after(write):
+                self._break(self.rooms[write.key], TransferFailed, "the transport is stalled")
+
+    def next_due(self, now: float) -> float:
+        """When to tick next, at the latest."""
+        return min([now + 0.1, *(s.silence.due_at for s in self.sessions.all())])
+
+    def health(self) -> dict[str, str]:
+        """Session -> how it is."""
+        return {session.name: session.health.value for session in self.sessions.all()}
+
+    @property
+    def quarantined(self) -> int:
+        """Attempts that are over, whose source blocks a write may still read."""
+        return self.writes.sealed
+
+    def overdue_quarantine(self, now: float) -> int:
+        """Of these, how many have a write that was asked to end longer ago than the grace time."""
+        grace = self._patience.grace
+        late = {w.key for w in self._open.values() if now - w.started_at > grace}
+        return sum(self.writes.is_sealed(key) for key in late)
+
+    def _stall_after(self, write: OpenWrite) -> float:
+        return self._patience.stall + write.size / self._patience.stall_rate
+
+    def _lose(self, session: Session, cause: str) -> None:
+        self.counters["peers_lost"] += 1
+        for key in list(session.rooms):
+            self._break(self.rooms[key], PeerLost, f"decode worker at {session.endpoint}: {cause}")
+
+    # How it is done.
+
+    def _feed(self, sender: Sender, event: SendInput) -> None:
+        was_over = sender.state in TERMINAL
+        for effect in feed_sender(sender, event):
+            match effect:
+                case SenderReady() | SendFailed():
+                    self.events.append(effect)
+                case SayFailed(problem):
+                    for session in self._targets(sender):
+                        self._voice.failed(session, sender.key, problem)
+                case SayComplete():
+                    self._ring(sender, complete=True)
+                case StopWrites():
+                    held = sorted(self.writes.holders(sender.key))
+                    self.outbox.extend(AbortWrite(write) for write in held)
+                case _:
+                    assert_never(effect)
+        if not was_over and sender.state in TERMINAL:
+            sender.last.clear()
+            if self.writes.seal(sender.key):
+                self._forget(sender)
+
+    def _forget(self, sender: Sender) -> None:
+        """It is over and no write of it is open: source and target may be reused."""
+        del self.rooms[sender.key]
+        self._remember(sender.key, sender.problem)
+        self.counters[f"sends_{sender.state}"] += 1
+        self.events.append(SendEnded(sender.room, sender.attempt, sender.problem))
+        for session in self._targets(sender):
+            session.rooms.discard(sender.key)
+            if sender.state is not State.DONE:
+                self._voice.quiesced(session, sender.key)
+
+    def _go_on(self, sender: Sender, now: float) -> None:
+        """A write ended or the last one was given: the slot waits for all other writes."""
+        if sender.state is not State.TRANSFERRING:
+            return
+        if not sender.is_last_given:
+            self._ring(sender)
+        elif self.writes.holders(sender.key):
+            return
+        elif sender.last:
+            writes, sender.last = sender.last, []
+            self._start(sender, writes, now)
+        else:
+            self._feed(sender, AllWritten())
+
+    def _ring(self, sender: Sender, complete: bool = False) -> None:
+        for session in self._targets(sender):
+            self._voice.progress(session, sender.key, sender.done_bytes, complete)
+
+    def _start(self, sender: Sender, writes: Sequence[Write], now: float) -> None:
+        for write in writes:
+            session = self.sessions.get(write.peer)
+            assert session is not None, "its death would have ended the attempt"
+            self.writes.hold(sender.key, write.id)
+            self._open[write.id] = OpenWrite(sender.key, session, write.size, now)
+            self.outbox.append(StartWrite(write))
+
+    def _write(self, chunk: Chunk, target: Target) -> Write:
+        self._last_write += 1
+        me = self._me
+        return write_of(chunk, target, self._last_write, me.layout.block_bytes, me.pool_at)
+
+    def _targets(self, sender: Sender) -> list[Session]:
+        """The sessions that wait for it and live."""
+        found = (self.sessions.get(name) for name in sender.targets)
+        return [session for session in found if session is not None]
+
+    def _break(self, sender: Sender, error: type[PdrtError], cause: str) -> None:
+        if sender.state not in TERMINAL:
+            self._feed(sender, Broke(self._problem(error, sender.key, cause)))
+
+    def _problem(self, error: type[PdrtError], key: Key, cause: str) -> Problem:
+        """Names all that is needed to find the fault."""
+        sender = self.rooms.get(key)
+        targets = ", ".join(sender.targets) if sender else ""
+        progress = (
+            f"; {sender.done_bytes} of {sender.given_bytes} bytes written, last {sender.state}"
+            if sender
+            else ""
+        )
+        text = (
+            f"room {key[0]} attempt {key[1]}: {cause}; prefill rank {self._me.rank}"
+            f" over {self._me.transport} to {targets or 'nobody yet'}{progress}"
+        )
+        return Problem(code=error.code, message=text, stage="transfer")
+
+    def _repeat(self, session: Session, key: Key) -> None:
+        """What was said at its end may have been lost."""
+        problem = self._outcomes[key]
+        if problem is None:
+            self._voice.progress(session, key, 0, complete=True)
+        else:
+            self._decline(session, key, problem)
+
+    def _decline(self, session: Session, key: Key, problem: Problem) -> None:
+        self._remember(key, problem)
+        self._voice.failed(session, key, problem)
+        self._voice.quiesced(session, key)
+
+    def _remember(self, key: Key, problem: Problem | None) -> None:
+        self._outcomes[key] = problem
+        self._outcomes.move_to_end(key)
+        if len(self._outcomes) > self._max_outcomes:
+            self._outcomes.popitem(last=False)

@@ -1,0 +1,161 @@
+"""The decode workers that a prefill rank writes to: who they are, and whether they live."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from pdrt.data.limits import Limits, Patience
+from pdrt.data.memory import SLOT_BYTES
+from pdrt.data.outward import AttachPeer, DetachPeer, HangUp, Outward, Tell, WatchLife
+from pdrt.data.peer import PEER, Beat, Died, Event, Health, Miss
+from pdrt.data.pulse import Silence
+from pdrt.data.transfer import Key
+from pdrt.data.transport.promise import Peer
+from pdrt.errors import ConfigError, Overloaded
+from pdrt.messages import (
+    PROTOCOL,
+    Attach,
+    Attached,
+    KvLayout,
+    Ping,
+    Pong,
+    Problem,
+    Process,
+    Rank,
+    Refused,
+)
+
+
+@dataclass(slots=True)
+class Session:
+    """One life of one decode worker."""
+
+    attach: Attach
+    silence: Silence
+    health: Health = Health.UNKNOWN
+    is_attached: bool = False
+    number: int = 0  # highest of its handshakes and aborts: what is not above it comes too late
+    rooms: set[Key] = field(default_factory=set)
+    moved_at: float = 0.0  # when a write to it last ended
+
+    @property
+    def name(self) -> str:
+        return self.attach.session
+
+    @property
+    def endpoint(self) -> str:
+        return self.attach.endpoint
+
+    def has_died(self, event: Event) -> bool:
+        """Feed its health; True when it is dead from now on."""
+        self.health, effects = PEER.step(self.health, self, event)
+        return any(effect.health is Health.DEAD for effect in effects)
+
+
+class Sessions:
+    """Attaches, pings and deaths. The senders do the rest."""
+
+    def __init__(
+        self,
+        me: tuple[Rank, Process, KvLayout],
+        limits: Limits,
+        patience: Patience,
+        outbox: deque[Outward],
+        counters: Counter[str],
+    ) -> None:
+        self._rank, self._process, self._layout = me
+        self._limits, self._patience = limits, patience
+        self._outbox, self._counters = outbox, counters
+        self._by_name: dict[str, Session] = {}
+
+    def get(self, name: str) -> Session | None:
+        return self._by_name.get(name)
+
+    def all(self) -> list[Session]:
+        return list(self._by_name.values())
+
+    def heard(self, session: Session, now: float) -> None:
+        session.silence.heard(now)
+        session.has_died(Beat())
+
+    def greet(self, attach: Attach, now: float) -> None:
+        """A decode worker wants to be written to. Said again, it is answered again."""
+        known = self._by_name.get(attach.session)
+        if known is None:
+            self._greet_new(attach, now)
+        elif known.attach != attach:
+            self._counters["dropped_attach_conflict"] += 1
+        else:
+            self.heard(known, now)
+            if known.is_attached:
+                self._welcome(known)
+
+    def _greet_new(self, attach: Attach, now: float) -> None:
+        if problem := self._unfit(attach):
+            self._refuse(attach, problem)
+            return
+        silence = Silence(self._patience.every, self._patience.answer, now)
+        session = self._by_name[attach.session] = Session(attach, silence)
+        self.heard(session, now)
+        self._outbox.append(WatchLife(attach.process))
+        self._outbox.append(AttachPeer(Peer(attach.session, attach.process, attach.region)))
+
+    def attached(self, name: str) -> None:
+        if session := self._by_name.get(name):
+            session.is_attached = True
+            self._welcome(session)
+
+    def not_attached(self, name: str, problem: Problem) -> None:
+        if session := self._by_name.pop(name, None):
+            self._refuse(session.attach, problem)
+
+    def answer(self, ping: Ping, now: float) -> None:
+        session = self._by_name.get(ping.session)
+        if session is None:
+            self._counters["dropped_unknown_session"] += 1
+            return
+        self.heard(session, now)
+        pong = Pong(session=session.name, number=ping.number, process=self._process)
+        self._outbox.append(Tell(session.endpoint, pong))
+
+    def died(self, process: Process) -> list[Session]:
+        """The sessions of a dead process; they are forgotten here."""
+        gone = [s for s in self._by_name.values() if s.attach.process == process]
+        for session in gone:
+            session.has_died(Died())
+            del self._by_name[session.name]
+            self._outbox.append(DetachPeer(session.name))
+            self._outbox.append(HangUp(session.endpoint))
+        return gone
+
+    def silent(self, now: float) -> list[Session]:
+        """Sessions that are dead from now on, because two pings in a row did not come."""
+        missing = [s for s in self._by_name.values() if s.silence.is_missed(now)]
+        return [s for s in missing if s.has_died(Miss())]
+
+    def _welcome(self, session: Session) -> None:
+        message = Attached(session=session.name, rank=self._rank, process=self._process)
+        self._outbox.append(Tell(session.endpoint, message))
+
+    def _refuse(self, attach: Attach, problem: Problem) -> None:
+        self._counters["refused_attach"] += 1
+        message = Refused(session=attach.session, problem=problem, process=self._process)
+        self._outbox.append(Tell(attach.endpoint, message))
+
+    def _unfit(self, attach: Attach) -> Problem | None:
+        if attach.protocol != PROTOCOL:
+            text = f"protocol {attach.protocol} there, {PROTOCOL} here"
+            return Problem(code=ConfigError.code, message=text, stage="attach")
+        if differences := self._layout.differences(attach.layout):
+            text = f"KV layouts differ: {'; '.join(differences)}"
+            return Problem(code=ConfigError.code, message=text, stage="attach")
+        region = attach.region
+        pool_end = region.pool_at + region.blocks * attach.layout.block_bytes
+        if max(pool_end, region.slots_at + region.slots * SLOT_BYTES) > region.size:
+            text = "the described region is larger than its memory"
+            return Problem(code=ConfigError.code, message=text, stage="attach")
+        if len(self._by_name) >= self._limits.peers:
+            text = f"{len(self._by_name)} decode workers are attached, no more are taken"
+            return Problem(code=Overloaded.code, message=text, stage="attach")
+        return None

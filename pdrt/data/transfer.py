@@ -1,0 +1,346 @@
+"""One transfer's life, as the prefill side (SEND) and the decode side (RECEIVE) see it.
+
+The states say how a transfer stands, not who may still touch its memory: that is the ledger's
+business (`quarantine`), and it goes on after Failed and Aborted. Terminal states absorb all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, TypeAlias
+
+from pdrt.data.events import (
+    PromptStarted,
+    Quiet,
+    Received,
+    ReceiveFailed,
+    ReceiverReady,
+    SenderReady,
+    SendFailed,
+    SlotRecord,
+)
+from pdrt.data.transport.promise import Write
+from pdrt.machine import Edge, Table
+from pdrt.messages import Handshake, Problem, Region
+
+Key: TypeAlias = tuple[int, int]  # (room, attempt) names one transfer
+
+
+class State(StrEnum):
+    BOOTSTRAPPING = "bootstrapping"  # the other side is not known yet
+    WAITING_FOR_INPUT = "waiting_for_input"  # it is; no byte may be written yet
+    TRANSFERRING = "transferring"  # blocks and slot are promised, writes go on
+    DONE = "done"  # all written, slot and all
+    FAILED = "failed"
+    ABORTED = "aborted"  # somebody did not want it any more
+
+
+TERMINAL: Final = frozenset({State.DONE, State.FAILED, State.ABORTED})
+
+
+# The prefill side.
+
+
+@dataclass(frozen=True, slots=True)
+class ShookHands:
+    """All required decode ranks have."""
+
+    first_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGiven:
+    """A computed chunk was handed to the transport."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllWritten:
+    """The transport acknowledged the last block and slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broke:
+    """Peer, transport, deadline or the other side's word: it cannot go on."""
+
+    problem: Problem
+    retryable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLeft:
+    """The decode side does not want it any more."""
+
+    problem: Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Our scheduler does not compute it any more."""
+
+    problem: Problem
+
+
+SendInput: TypeAlias = ShookHands | ChunkGiven | AllWritten | Broke | DecodeLeft | Stopped
+
+
+@dataclass(frozen=True, slots=True)
+class SayComplete:
+    """Ring the decode ranks' bell: their slots are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class SayFailed:
+    """Tell the decode ranks that nothing will come."""
+
+    problem: Problem
+
+
+@dataclass(frozen=True, slots=True)
+class StopWrites:
+    """Ask the transport for an early end of whatever is on its way."""
+
+
+SendOutput: TypeAlias = SenderReady | SendFailed | SayComplete | SayFailed | StopWrites
+
+
+@dataclass(slots=True)
+class Target:
+    """What one decode rank promised: where this attempt's blocks and slot go."""
+
+    session: str
+    region: Region
+    first_block: int
+    blocks: list[int]
+    slot: int
+
+
+@dataclass(slots=True)
+class Sender:
+    room: int
+    attempt: int
+    prompt_tokens: int
+    prompt_hash: bytes
+    deadline: float
+    state: State = State.BOOTSTRAPPING
+    targets: dict[str, Target] = field(default_factory=dict)
+    last: list[Write] = field(default_factory=list)  # wait until all earlier writes have ended
+    is_last_given: bool = False
+    given_bytes: int = 0
+    done_bytes: int = 0
+    problem: Problem | None = None
+    story: deque[str] = field(default_factory=lambda: deque(maxlen=32))
+
+    @property
+    def key(self) -> Key:
+        return self.room, self.attempt
+
+
+def _ready(s: Sender, e: ShookHands) -> Sequence[SendOutput]:
+    return [SenderReady(s.room, s.attempt, e.first_block)]
+
+
+def _complete(_s: Sender, _e: AllWritten) -> Sequence[SendOutput]:
+    return [SayComplete()]
+
+
+def _broke(s: Sender, e: Broke) -> Sequence[SendOutput]:
+    s.problem = e.problem
+    return [SendFailed(s.room, s.attempt, e.problem), SayFailed(e.problem), StopWrites()]
+
+
+def _decode_left(s: Sender, e: DecodeLeft) -> Sequence[SendOutput]:
+    s.problem = e.problem
+    return [SendFailed(s.room, s.attempt, e.problem), StopWrites()]
+
+
+def _stopped(s: Sender, e: Stopped) -> Sequence[SendOutput]:
+    s.problem = e.problem
+    return [SayFailed(e.problem), StopWrites()]
+
+
+_LIVE: Final = (State.BOOTSTRAPPING, State.WAITING_FOR_INPUT, State.TRANSFERRING)
+
+SEND: Table[State, Sender, SendOutput] = Table(
+    "send",
+    edges={
+        (State.BOOTSTRAPPING, ShookHands): Edge(State.WAITING_FOR_INPUT, _ready),
+        (State.WAITING_FOR_INPUT, ChunkGiven): Edge(State.TRANSFERRING),
+        (State.TRANSFERRING, ChunkGiven): Edge(State.TRANSFERRING),
+        (State.TRANSFERRING, AllWritten): Edge(State.DONE, _complete),
+        **{(state, Broke): Edge(State.FAILED, _broke) for state in _LIVE},
+        **{(state, DecodeLeft): Edge(State.ABORTED, _decode_left) for state in _LIVE},
+        **{(state, Stopped): Edge(State.ABORTED, _stopped) for state in _LIVE},
+    },
+    ignored={
+        (state, kind): why
+        for state in TERMINAL
+        for kind, why in {
+            ShookHands: "a late handshake is answered with the outcome",
+            ChunkGiven: "the scheduler has not read the end yet",
+            AllWritten: "the last write ended although it was asked to stop",
+            Broke: "it is over already",
+            DecodeLeft: "it is over already",
+            Stopped: "it is over already",
+        }.items()
+    },
+)
+
+
+def feed_sender(sender: Sender, event: SendInput) -> Sequence[SendOutput]:
+    """The only function that moves a sender."""
+    before = sender.state
+    sender.state, effects = SEND.step(before, sender, event)
+    sender.story.append(f"{before}--{type(event).__name__}->{sender.state}")
+    return effects
+
+
+# The decode side.
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The topology is known and all writing ranks are attached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Blocks and slot are reserved."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBegan:
+    """A writing rank began to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsValid:
+    record: SlotRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """Our scheduler does not want it any more."""
+
+    reason: str
+
+
+ReceiveInput: TypeAlias = Resolved | Admitted | PromptBegan | SlotsValid | Broke | Withdrawn
+
+
+@dataclass(frozen=True, slots=True)
+class ShakeHands:
+    """Tell the writing ranks where to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class SayAbort:
+    """Tell the writing ranks to stop, and to say when they have."""
+
+
+ReceiveOutput: TypeAlias = (
+    ReceiverReady | PromptStarted | Received | ReceiveFailed | Quiet | ShakeHands | SayAbort
+)
+
+
+@dataclass(slots=True)
+class Receiver:
+    room: int
+    attempt: int
+    source: tuple[str, int]  # bootstrap server
+    dp_rank: int
+    deadline: float
+    state: State = State.BOOTSTRAPPING
+    writers: dict[str, str] = field(default_factory=dict)  # prefill rank -> peer
+    handshake: Handshake | None = None  # once admitted
+    slot: int = -1
+    has_started: bool = False
+    is_accepted: bool = False
+    again_at: float = 0.0  # when what we said last is said again
+    done_bytes: int = 0
+    over_at: float = 0.0
+    story: deque[str] = field(default_factory=lambda: deque(maxlen=32))
+
+    @property
+    def key(self) -> Key:
+        return self.room, self.attempt
+
+
+def _is_ready(r: Receiver, _e: Resolved) -> Sequence[ReceiveOutput]:
+    return [ReceiverReady(r.room, r.attempt)]
+
+
+def _shake(_r: Receiver, _e: Admitted) -> Sequence[ReceiveOutput]:
+    return [ShakeHands()]
+
+
+def _began(r: Receiver, _e: PromptBegan) -> Sequence[ReceiveOutput]:
+    if r.has_started:
+        return []
+    r.has_started = True
+    return [PromptStarted(r.room, r.attempt)]
+
+
+def _received(r: Receiver, e: SlotsValid) -> Sequence[ReceiveOutput]:
+    return [Received(r.room, r.attempt, e.record)]
+
+
+def _failed(r: Receiver, e: Broke) -> Sequence[ReceiveOutput]:
+    return [ReceiveFailed(r.room, r.attempt, e.problem, e.retryable)]
+
+
+def _failed_admitted(r: Receiver, e: Broke) -> Sequence[ReceiveOutput]:
+    return [*_failed(r, e), SayAbort()]
+
+
+def _withdrawn(_r: Receiver, _e: Withdrawn) -> Sequence[ReceiveOutput]:
+    return [SayAbort()]
+
+
+def _never_shook(r: Receiver, _e: Admitted) -> Sequence[ReceiveOutput]:
+    """The scheduler admitted it before it read that it is over: nobody was told the blocks."""
+    return [Quiet(r.room, r.attempt)]
+
+
+RECEIVE: Table[State, Receiver, ReceiveOutput] = Table(
+    "receive",
+    edges={
+        (State.BOOTSTRAPPING, Resolved): Edge(State.WAITING_FOR_INPUT, _is_ready),
+        (State.BOOTSTRAPPING, Broke): Edge(State.FAILED, _failed),
+        (State.BOOTSTRAPPING, Withdrawn): Edge(State.ABORTED),
+        (State.WAITING_FOR_INPUT, Admitted): Edge(State.TRANSFERRING, _shake),
+        (State.WAITING_FOR_INPUT, Broke): Edge(State.FAILED, _failed),
+        (State.WAITING_FOR_INPUT, Withdrawn): Edge(State.ABORTED),
+        (State.TRANSFERRING, PromptBegan): Edge(State.TRANSFERRING, _began),
+        (State.TRANSFERRING, SlotsValid): Edge(State.DONE, _received),
+        (State.TRANSFERRING, Broke): Edge(State.FAILED, _failed_admitted),
+        (State.TRANSFERRING, Withdrawn): Edge(State.ABORTED, _withdrawn),
+        (State.FAILED, Admitted): Edge(State.FAILED, _never_shook),
+        (State.ABORTED, Admitted): Edge(State.ABORTED, _never_shook),
+    },
+    ignored={
+        (State.BOOTSTRAPPING, PromptBegan): "a peer speaks of what it was never asked",
+        (State.WAITING_FOR_INPUT, PromptBegan): "a peer speaks of what it was never asked",
+        **{
+            (state, kind): why
+            for state in TERMINAL
+            for kind, why in {
+                Resolved: "the answer came too late",
+                PromptBegan: "it is over already",
+                SlotsValid: "it is over; nobody waits for the slot",
+                Broke: "it is over already",
+                Withdrawn: "it is over already",
+            }.items()
+        },
+    },
+)
+
+
+def feed_receiver(receiver: Receiver, event: ReceiveInput) -> Sequence[ReceiveOutput]:
+    """The only function that moves a receiver."""
+    before = receiver.state
+    receiver.state, effects = RECEIVE.step(before, receiver, event)
+    receiver.story.append(f"{before}--{type(event).__name__}->{receiver.state}")
+    return effects

@@ -1,0 +1,58 @@
+"""What a prefill rank says of its attempts to the decode workers."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pdrt.data.outward import Outward, Tell
+from pdrt.data.sessions import Session
+from pdrt.data.transfer import Key
+from pdrt.messages import (
+    Accepted,
+    Failed,
+    FromPrefill,
+    Problem,
+    Progress,
+    Quiesced,
+    Rank,
+    Started,
+)
+
+
+class Voice:
+    """One sentence a method; a session that is gone (None) is not spoken to."""
+
+    def __init__(self, rank: Rank, outbox: deque[Outward]) -> None:
+        self._rank, self._outbox = rank, outbox
+
+    def accepted(self, to: Session, key: Key) -> None:
+        room, attempt = key
+        self._say(to, Accepted(session=to.name, room=room, attempt=attempt, rank=self._rank))
+
+    def started(self, to: Session, key: Key) -> None:
+        room, attempt = key
+        self._say(to, Started(session=to.name, room=room, attempt=attempt, rank=self._rank))
+
+    def progress(self, to: Session, key: Key, done_bytes: int, complete: bool = False) -> None:
+        message = Progress(
+            session=to.name,
+            room=key[0],
+            attempt=key[1],
+            rank=self._rank,
+            done_bytes=done_bytes,
+            complete=complete,
+        )
+        self._say(to, message)
+
+    def failed(self, to: Session, key: Key, problem: Problem) -> None:
+        message = Failed(
+            session=to.name, room=key[0], attempt=key[1], rank=self._rank, problem=problem
+        )
+        self._say(to, message)
+
+    def quiesced(self, to: Session, key: Key) -> None:
+        room, attempt = key
+        self._say(to, Quiesced(session=to.name, room=room, attempt=attempt, rank=self._rank))
+
+    def _say(self, to: Session, message: FromPrefill) -> None:
+        self._outbox.append(Tell(to.endpoint, message))

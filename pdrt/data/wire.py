@@ -1,0 +1,137 @@
+"""The control socket of a rank: one PULL that is bound, one PUSH for each peer, all CURVE.
+
+Only holders of the cluster key get through: the ZAP handler refuses every other client key, and
+CURVE makes a client prove that it has the secret of the key that it shows. A send never waits:
+when a peer does not read, its messages are refused and counted by the caller.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+import zmq
+import zmq.asyncio
+from zmq.utils import z85
+
+from pdrt.config import bracketed
+from pdrt.errors import ConfigError
+from pdrt.keys import ClusterKey
+from pdrt.messages import MAX_MESSAGE_BYTES
+
+_ZAP = "inproc://zeromq.zap.01"
+_DOMAIN = b"pdrt"
+_DEPTH = 8192  # messages waiting, each way
+_LINGER_MS = 100
+
+
+class Wire:
+    """Bind with `start`, then keep `guard` running: it lets peers in."""
+
+    def __init__(self, key: ClusterKey, local_ip: str) -> None:
+        self._public, self._secret = key.curve_pair()
+        self._local_ip = local_ip
+        self._context = zmq.asyncio.Context()
+        self._plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
+        self._zap = self._context.socket(zmq.REP)
+        self._pull = self._context.socket(zmq.PULL)
+        self._push: dict[str, zmq.Socket[bytes]] = {}
+        self.endpoint = ""
+
+    def start(self) -> str:
+        """Listen on a free port of the local address. Raises ConfigError."""
+        self._zap.linger = 0
+        self._zap.bind(_ZAP)
+        pull = self._pull
+        self._secure(pull)
+        pull.curve_server = True
+        pull.zap_domain = _DOMAIN
+        pull.maxmsgsize = MAX_MESSAGE_BYTES
+        pull.rcvhwm = _DEPTH
+        host = bracketed(self._local_ip)
+        try:
+            port = pull.bind_to_random_port(f"tcp://{host}")
+        except zmq.ZMQError as error:
+            raise ConfigError(f"local_ip = {self._local_ip!r}: {error}") from error
+        self.endpoint = f"tcp://{host}:{port}"
+        return self.endpoint
+
+    def send(self, endpoint: str, frame: bytes) -> bool:
+        """False when the peer's queue is full or its address is none."""
+        try:
+            self._to(endpoint).send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def hang_up(self, endpoint: str) -> None:
+        """Drop the connection and what waits for it."""
+        if socket := self._push.pop(endpoint, None):
+            socket.close(linger=0)
+
+    async def receive(self) -> bytes:
+        frame: bytes = await self._pull.recv()
+        return frame
+
+    async def guard(self) -> None:
+        """Answer each newcomer's handshake (ZAP, RFC 27): the cluster's key, or no entry."""
+        while True:
+            request: Sequence[bytes] = await self._zap.recv_multipart()
+            await self._zap.send_multipart(self._verdict(request))
+
+    def close(self) -> None:
+        for socket in self._push.values():
+            socket.close(linger=_LINGER_MS)
+        self._push.clear()
+        self._pull.close(linger=0)
+        self._zap.close(linger=0)
+        self._context.term()
+
+    def _verdict(self, request: Sequence[bytes]) -> list[bytes]:
+        version, number = (*request, b"", b"")[:2]
+        is_member = (
+            len(request) == 7
+            and request[2] == _DOMAIN
+            and request[5] == b"CURVE"
+            and z85.encode(request[6]) == self._public
+        )
+        status = [b"200", b"OK"] if is_member else [b"400", b"not a member of this cluster"]
+        return [version or b"1.0", number, *status, b"member" if is_member else b"", b""]
+
+    def _to(self, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._push.get(endpoint)
+        if socket is None:
+            socket = self._plain.socket(zmq.PUSH)
+            try:
+                self._secure(socket)
+                socket.curve_serverkey = self._public
+                socket.sndhwm = _DEPTH
+                socket.connect(_checked(endpoint))
+            except zmq.ZMQError:
+                socket.close(linger=0)
+                raise
+            self._push[endpoint] = socket
+        return socket
+
+    def _secure(self, socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> None:
+        socket.curve_publickey = self._public
+        socket.curve_secretkey = self._secret
+        socket.ipv6 = ":" in self._local_ip
+        socket.heartbeat_ivl = 1000  # a dead connection is noticed and made anew
+        socket.heartbeat_timeout = 3000
+        socket.reconnect_ivl = 50
+        socket.reconnect_ivl_max = 1000
+
+
+def _checked(endpoint: str) -> str:
+    """Only tcp to a literal address: no name is looked up for a peer. Raises ZMQError."""
+    scheme, _, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+        is_fine = scheme == "tcp" and 0 < int(port) < 65536
+    except ValueError:
+        is_fine = False
+    if not is_fine:
+        raise zmq.ZMQError(zmq.EINVAL)
+    return endpoint
