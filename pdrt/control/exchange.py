@@ -20,7 +20,7 @@ from pdrt.control.legs import (
     PrefillFailed,
 )
 from pdrt.control.upstream import Answer, Upstream
-from pdrt.errors import PdrtError
+from pdrt.errors import PdrtError, Unavailable
 
 SHORT_ANSWER: Final = 1 << 20  # an answer that is not streamed is checked whole up to this size
 
@@ -99,6 +99,7 @@ async def join(
                     return JoinedLate(leg)
                 failure = await answer.failure()
             if answer.status != 404 or not await ask_again():
-                return DecodeFailed(decode_leg, failure)
+                lost = Unavailable(f"decode does not wait for a new prefill: {failure.error}")
+                return DecodeFailed(decode_leg, Failure.of(lost, elsewhere=True))
     except PdrtError as error:
         return DecodeFailed(decode_leg, Failure.of(error, elsewhere=True))

@@ -1,0 +1,434 @@
+"""What clients are told when a leg fails, and what becomes of the other leg."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdrt.data.peer import Health
+from tests.control.fake_leader import (
+    Play,
+    after,
+    die,
+    good,
+    hang,
+    prefilled,
+    status,
+    stream,
+    text,
+)
+from tests.control.router_rig import Rig, rig, until
+
+OK = good({"output": "x"})
+
+
+# One pair: the first failure reaches the client, and the other leg is let go at once.
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [(400, "too_long"), (429, "overloaded"), (500, "internal"), (503, "draining"), (504, "deadline")],
+)
+async def test_prefills_failure_is_the_answer_and_decode_is_let_go(code: int, error: str) -> None:
+    """CASES 1 and 2: the router went on waiting for decode."""
+    async with rig() as r:
+        r.prefill[0].plays.append(status(code, "because of this", error))
+        r.decode[0].plays.append(hang)
+        got = await r.send()
+        assert (got.status, got.error["code"]) == (code, error)
+        assert got.error["message"] == "because of this"
+        assert got.error["stage"] == "leader"
+        assert got.headers["x-pd-path"] == "disagg"
+        for seen in r.decode[0].seen:  # or it never got there
+            await seen.gone.wait()
+        await r.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("code", "error"), [(400, "bad_request"), (409, "conflict"), (500, "internal"), (503, "draining")]
+)
+async def test_decodes_failure_is_the_answer_and_prefill_is_let_go(code: int, error: str) -> None:
+    """CASES 43: decode refuses, and prefill is told at once."""
+    async with rig() as r:
+        r.prefill[0].plays.append(hang)
+        r.decode[0].plays.append(status(code, "because of this", error))
+        got = await r.send()
+        assert (got.status, got.error["code"]) == (code, error)
+        assert got.error["message"] == "because of this"
+        for seen in r.prefill[0].seen:
+            await seen.gone.wait()
+        await r.at_rest()
+
+
+async def test_a_full_decode_instance_is_429_with_its_own_retry_after() -> None:
+    """CASES 79: present but full is 429."""
+    async with rig() as r:
+        r.decode[0].plays.append(status(429, "full", "overloaded", retry_after="7"))
+        got = await r.send()
+        assert (got.status, got.headers["retry-after"]) == (429, "7")
+
+
+async def test_no_decode_instance_is_503_no_decode() -> None:
+    """CASES 79: none present is 503."""
+    async with rig() as r:
+        await r.lose(r.decode[0])
+        got = await r.send()
+        assert (got.status, got.error["code"]) == (503, "no_decode")
+        assert r.decode[0].target.http in got.error["message"]
+        assert "retry-after" in got.headers
+
+
+async def test_no_prefill_instance_is_503_no_prefill() -> None:
+    async with rig() as r:
+        await r.lose(r.prefill[0])
+        got = await r.send()
+        assert (got.status, got.error["code"]) == (503, "no_prefill")
+
+
+async def test_an_answer_that_is_no_typed_error_becomes_one() -> None:
+    async with rig() as r:
+        r.prefill[0].plays.append(text(500, "Traceback: boom"))
+        r.decode[0].plays.append(hang)
+        got = await r.send()
+        assert got.status == 500
+        assert "boom" in got.error["message"]
+        assert r.instance(r.prefill[0]).name in got.error["message"]
+
+
+async def test_a_leader_that_refuses_the_cluster_token_is_not_the_clients_fault() -> None:
+    async with rig() as r:
+        r.decode[0].plays.append(status(401, "wrong token", "unauthorized"))
+        got = await r.send()
+        assert (got.status, got.error["code"]) == (503, "unavailable")
+
+
+async def test_a_prefill_answer_that_vouches_for_nothing_is_a_failure() -> None:
+    async with rig() as r:
+        r.prefill[0].plays.append(good({"output": "I am no prefill instance"}))
+        r.decode[0].plays.append(hang)
+        assert (await r.send()).status == 500
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_leg_whose_process_dies_is_a_typed_error(side: str) -> None:
+    async with rig() as r:
+        r.prefill[0].plays.append(die if side == "prefill" else hang)
+        r.decode[0].plays.append(die if side == "decode" else hang)
+        got = await r.send()
+        assert (got.status, got.error["code"]) == (503, "peer_lost")
+        assert side in got.error["message"]
+        await r.at_rest()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_refused_connection_counts_at_once(side: str) -> None:
+    async with rig() as r:
+        lost = r.prefill[0] if side == "prefill" else r.decode[0]
+        other = r.decode[0] if side == "prefill" else r.prefill[0]
+        other.plays.append(hang)
+        await lost.stop()
+        got = await r.send()
+        assert (got.status, got.error["code"]) == (503, "peer_lost")
+        assert r.instance(lost).health is Health.DEAD
+        assert (await r.get("/ready")).status == 503
+        assert (await r.send()).error["code"] == f"no_{side}"
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_leg_on_a_silent_instance_ends_when_its_heartbeat_does(side: str) -> None:
+    """A stopped process keeps its connections open: only the heartbeat tells."""
+    async with rig() as r:
+        stuck = r.prefill[0] if side == "prefill" else r.decode[0]
+        r.prefill[0].plays.append(hang if side == "prefill" else prefilled())
+        r.decode[0].plays.append(hang)
+        asked = r.sending()
+        await stuck.nth(1)
+        r.instance(stuck).missed("no answer")
+        r.instance(stuck).missed("no answer")
+        got = await asked
+        assert (got.status, got.error["code"]) == (503, "peer_lost")
+
+
+async def test_the_deadline_is_the_routers_own_and_frees_both_legs() -> None:
+    async with rig() as r:
+        r.prefill[0].plays.append(hang)
+        r.decode[0].plays.append(hang)
+        asked = r.sending(timeout_s=3)
+        legs = [await r.prefill[0].nth(1), await r.decode[0].nth(1)]
+        assert legs[0].body["time_left_s"] == pytest.approx(3)
+        assert r.time.alarms[-1].delay == pytest.approx(3)
+        r.time.pass_deadlines()
+        got = await asked
+        assert (got.status, got.error["code"]) == (504, "deadline")
+        for seen in legs:
+            await seen.gone.wait()
+        await r.at_rest()
+
+
+async def test_one_bad_request_does_not_touch_the_others() -> None:
+    """CASES 3."""
+    gate = asyncio.Event()
+    async with rig() as r:
+        for _ in range(20):
+            r.decode[0].plays.append(after(gate, OK))
+        good_ones = [r.sending() for _ in range(20)]
+        await r.decode[0].nth(20)
+        r.prefill[0].plays.append(status(400, "bad", "too_long"))
+        r.decode[0].plays.append(hang)
+        assert (await r.send()).status == 400
+        gate.set()
+        assert {(await each).status for each in good_ones} == {200}
+        await r.at_rest()
+
+
+# In the middle of the answer.
+
+
+async def _stream_of(r: Rig) -> tuple[int, bytes]:
+    body = {"prompt": "hi", "stream": True}
+    async with r.session.post(r.url + "/generate", json=body) as answer:
+        return answer.status, await answer.read()
+
+
+async def test_a_decode_that_dies_in_mid_stream_ends_it_with_an_error_event() -> None:
+    async with rig() as r:
+        r.decode[0].plays.append(stream(b"data: 1\n\n", ending="die"))
+        code, body = await _stream_of(r)
+        assert code == 200
+        assert body.startswith(b"data: 1\n\nevent: error\ndata: {")
+        assert b'"peer_lost"' in body
+        assert body.endswith(b"\n\n")
+        await r.at_rest()
+
+
+async def test_an_error_event_never_hides_in_a_half_written_one() -> None:
+    async with rig() as r:
+        r.decode[0].plays.append(stream(b"data: {half", ending="die"))
+        _, body = await _stream_of(r)
+        assert body.startswith(b"data: {half\n\nevent: error\n")
+
+
+async def test_the_deadline_ends_a_stream_with_an_error_event() -> None:
+    async with rig() as r:
+        r.decode[0].plays.append(stream(b"data: 1\n\n", ending="hang"))
+        asked = asyncio.create_task(_stream_of(r))
+        await until(lambda: any(relay.status for relay in r.router.relays))
+        r.time.pass_deadlines()
+        _, body = await asked
+        assert b"event: error" in body
+        assert b'"deadline"' in body
+        await r.decode[0].seen[0].gone.wait()
+
+
+async def test_what_prefill_says_after_decodes_answer_has_begun_does_not_matter() -> None:
+    gate, more = asyncio.Event(), asyncio.Event()
+    async with rig() as r:
+        r.prefill[0].plays.append(after(gate, status(500, "late", "internal")))
+        r.decode[0].plays.append(stream(b"data: 1\n\n", more, b"data: 2\n\n"))
+        asked = asyncio.create_task(_stream_of(r))
+        await until(lambda: any(relay.status for relay in r.router.relays))
+        gate.set()
+        await until(lambda: r.instance(r.prefill[0]).load.requests == 0)
+        more.set()
+        assert await asked == (200, b"data: 1\n\ndata: 2\n\n")
+
+
+async def test_a_json_answer_cut_short_is_an_error_and_no_200() -> None:
+    """Never HTTP 200 with half an answer in it."""
+
+    def cut() -> Play:
+        async def play(request, seen):  # type: ignore[no-untyped-def]
+            request.transport.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+            )
+            return await die(request, seen)
+
+        return play
+
+    async with rig() as r:
+        r.decode[0].plays.append(cut())
+        got = await r.send()
+        assert (got.status, got.error["code"]) == (503, "peer_lost")
+
+
+# Two of a kind: what is lost before the first byte is tried elsewhere.
+
+
+FAULTS = [
+    pytest.param(die, id="dies"),
+    pytest.param(status(500, "boom", "internal"), id="500"),
+    pytest.param(status(503, "going", "draining"), id="draining"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_lost_prefill_is_replaced_and_decode_keeps_its_reservation(fault: Play) -> None:
+    answer = asyncio.Event()
+    async with rig(prefill=2) as r:
+        first, second = r.prefill  # the first one listed has its turn
+        arrived = asyncio.Event()
+        first.plays.append(after(arrived, fault))
+        r.decode[0].plays.append(after(answer, OK))
+        asked = r.sending()
+        seen = await r.decode[0].nth(1)
+        arrived.set()
+        again = await second.nth(1)
+        await until(lambda: len(r.decode[0].seen_rebinds) == 1)
+        rebind = r.decode[0].seen_rebinds[0]
+        assert again.room == rebind.room == seen.room
+        assert again.attempt == rebind.attempt == 65536
+        assert rebind.body["bootstrap_port"] == second.port
+        assert not seen.gone.is_set()
+        answer.set()
+        assert (await asked).status == 200
+        assert len(r.decode[0].seen) == 1
+        await r.at_rest()
+
+
+async def test_a_prefill_that_refuses_connections_is_replaced_too() -> None:
+    answer = asyncio.Event()
+    async with rig(prefill=2) as r:
+        await r.prefill[0].stop()
+        r.decode[0].plays.append(after(answer, OK))
+        asked = r.sending()
+        await r.prefill[1].nth(1)
+        await until(lambda: len(r.decode[0].seen_rebinds) == 1)
+        answer.set()
+        assert (await asked).status == 200
+        assert r.instance(r.prefill[0]).health is Health.DEAD
+
+
+async def test_a_rebind_that_comes_before_its_room_is_asked_again() -> None:
+    answer = asyncio.Event()
+    async with rig(prefill=2) as r:
+        r.prefill[0].plays.append(die)
+        r.decode[0].rebinds.append(status(404, "no such room", "not_found"))
+        r.decode[0].plays.append(after(answer, OK))
+        asked = r.sending()
+        await until(lambda: len(r.time.pauses) == 1)
+        r.time.wake()
+        await until(lambda: len(r.decode[0].seen_rebinds) == 2)
+        answer.set()
+        assert (await asked).status == 200
+
+
+async def test_a_rebind_that_never_finds_its_room_is_an_error() -> None:
+    async with rig(prefill=2) as r:
+        r.prefill[0].plays.append(die)
+        r.decode[0].rebinds.append(status(404, "no such room", "not_found"))
+        r.decode[0].plays.append(hang)
+        r.prefill[1].plays.append(hang)
+        asked = r.sending()
+        await until(lambda: len(r.time.pauses) == 1)
+        r.time.now += 60
+        r.time.wake()
+        got = await asked
+        assert (got.status, got.error["code"]) == (503, "unavailable")
+        assert "no such room" in got.error["message"]
+        await r.at_rest()
+
+
+async def test_a_rebind_that_decode_does_not_need_leaves_the_answer_to_decode() -> None:
+    answer = asyncio.Event()
+    async with rig(prefill=2) as r:
+        r.prefill[0].plays.append(die)
+        r.prefill[1].plays.append(hang)
+        r.decode[0].rebinds.append(status(409, "it has its prompt", "conflict"))
+        r.decode[0].plays.append(after(answer, OK))
+        asked = r.sending()
+        await (await r.prefill[1].nth(1)).gone.wait()
+        answer.set()
+        assert (await asked).status == 200
+
+
+async def test_prefill_instances_are_not_tried_for_ever() -> None:
+    async with rig(prefill=5) as r:
+        for leader in r.prefill:
+            leader.plays.append(status(500, leader.target.http, "internal"))
+        r.decode[0].plays.append(hang)
+        got = await r.send()
+        assert got.status == 500
+        assert sum(len(leader.seen) for leader in r.prefill) == 3
+        await r.at_rest()
+
+
+@pytest.mark.parametrize("code", [400, 413, 429, 504])
+async def test_what_would_be_the_same_elsewhere_is_not_tried_again(code: int) -> None:
+    async with rig(prefill=2) as r:
+        r.prefill[0].plays.append(text(code, "no"))
+        r.decode[0].plays.append(hang)
+        assert (await r.send()).status == code
+        assert not r.prefill[1].seen
+
+
+async def test_a_pinned_prefill_instance_is_not_replaced() -> None:
+    async with rig(prefill=2) as r:
+        r.prefill[0].plays.append(die)
+        r.decode[0].plays.append(hang)
+        port = r.prefill[0].port
+        got = await r.send(bootstrap_host="127.0.0.1", bootstrap_port=port)
+        assert got.status == 503
+        assert not r.prefill[1].seen
+
+
+async def test_a_decode_lost_before_its_answer_is_replaced_in_a_fresh_room() -> None:
+    async with rig(decode=2) as r:
+        gate = asyncio.Event()
+        r.decode[0].plays.append(after(gate, die))
+        r.prefill[0].plays.append(hang)
+        asked = r.sending()
+        first = await r.decode[0].nth(1)
+        await r.prefill[0].nth(1)
+        gate.set()
+        assert (await asked).status == 200
+        assert r.decode[1].seen[0].room != first.room
+        assert r.prefill[0].seen[0].gone.is_set()
+        assert r.prefill[0].seen[1].room == r.decode[1].seen[0].room
+        await r.at_rest()
+
+
+async def test_a_transfer_that_failed_is_tried_with_another_prefill() -> None:
+    async with rig(prefill=2) as r:
+        r.prefill[0].plays.append(hang)
+        r.decode[0].plays.append(status(503, "bytes lost", "transfer_failed"))
+        assert (await r.send()).status == 200
+        assert len(r.prefill[1].seen) == 1
+
+
+async def test_a_hybrid_lost_before_its_answer_is_replaced() -> None:
+    async with rig(prefill=0, decode=0, hybrid=2) as r:
+        r.hybrid[0].plays.append(die)
+        assert (await r.send()).status == 200
+        assert len(r.hybrid[1].seen) == 1
+        await r.at_rest()
+
+
+async def test_one_of_two_decodes_refusing_connections_costs_no_request() -> None:
+    async with rig(decode=2) as r:
+        await r.decode[0].stop()
+        for _ in range(6):
+            assert (await r.send()).status == 200
+
+
+# Plain backends: decode's answer proves nothing about prefill.
+
+
+async def test_a_plain_decodes_answer_is_held_until_prefill_is_known() -> None:
+    gate = asyncio.Event()
+    async with rig(policy={"canary": False}) as r:
+        r.prefill[0].plays.append(after(gate, text(400, "no")))
+        r.decode[0].plays.append(stream(b"data: 1\n\n", ending="hang"))
+        asked = r.sending(stream=True)
+        await until(lambda: any(relay.route.state == "held" for relay in r.router.relays))
+        gate.set()
+        assert (await asked).status == 400
+        await r.decode[0].seen[0].gone.wait()
+
+
+async def test_a_lost_plain_prefill_is_replaced_with_both_legs_anew() -> None:
+    async with rig(prefill=2, policy={"canary": False}) as r:
+        r.prefill[0].plays.append(die)
+        assert (await r.send()).status == 200
+        assert not r.decode[0].seen_rebinds
+        assert r.decode[0].seen[-1].room == r.prefill[1].seen[0].room
