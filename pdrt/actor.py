@@ -40,7 +40,7 @@ class Actor(Generic[M]):
     def __init__(self, name: str, depth: int = 1024) -> None:
         self.name = name
         self._box: asyncio.Queue[M] = asyncio.Queue(depth)
-        self._current: M | None = None
+        self._asked: set[asyncio.Future[Any]] = set()  # replies that are still owed
         self._over = False
 
     @property
@@ -56,25 +56,24 @@ class Actor(Generic[M]):
             self._box.put_nowait(message)
         except asyncio.QueueFull:
             raise Overloaded(f"{self.name}: {self._box.qsize()} messages waiting") from None
+        if isinstance(message, Ask):
+            self._asked.add(message.reply)
+            message.reply.add_done_callback(self._asked.discard)
 
     async def on(self, message: M) -> None:
+        """Deal with one message; an Ask may be kept and answered later."""
         raise NotImplementedError
 
     async def run(self) -> None:
+        """Read the mailbox until cancelled or until `on` raises."""
         try:
             while True:
-                self._current = await self._box.get()
-                await self.on(self._current)
-                self._current = None
+                await self.on(await self._box.get())
         finally:
             self._over = True
-            self._refuse(self._current)
-            while not self._box.empty():
-                self._refuse(self._box.get_nowait())
-
-    def _refuse(self, message: M | None) -> None:
-        if isinstance(message, Ask):
-            message.refuse(PeerLost(f"{self.name} has ended"))
+            for reply in tuple(self._asked):
+                if not reply.done():
+                    reply.set_exception(PeerLost(f"{self.name} has ended"))
 
 
 async def ask(actor: Actor[Any], question: Ask[T]) -> T:

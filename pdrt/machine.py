@@ -37,6 +37,10 @@ class Table(Generic[S, R, F]):
     edges: Mapping[tuple[S, type], Edge[S, R, F]]
     ignored: Mapping[tuple[S, type], str]  # cell -> why
 
+    def __post_init__(self) -> None:
+        if both := self.edges.keys() & self.ignored.keys():
+            raise ValueError(f"{self.name}: cells that are edges and ignored: {both}")
+
     def step(self, state: S, record: R, event: object) -> tuple[S, Sequence[F]]:
         """The next state and the effects. Raises Illegal for a cell that is neither."""
         cell = (state, type(event))
@@ -53,7 +57,7 @@ class Table(Generic[S, R, F]):
 
     def dot(self) -> Iterable[str]:
         """Graphviz lines: the picture in the docs is printed from the table."""
-        yield f"digraph {self.name} {{"
+        yield f'digraph "{self.name}" {{'
         for (state, event), edge in self.edges.items():
-            yield f'  {state} -> {edge.to} [label="{event.__name__}"]'
+            yield f'  "{state}" -> "{edge.to}" [label="{event.__name__}"]'
         yield "}"
