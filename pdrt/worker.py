@@ -25,7 +25,7 @@ from aiohttp import ClientSession
 
 from pdrt import messages, telemetry
 from pdrt.control.bootstrap_client import BootstrapClient, fetch_route, keep_registered
-from pdrt.data.limits import Patience
+from pdrt.data.limits import Limits as TransferLimits
 from pdrt.data.manager import KVTransferManager
 from pdrt.data.memory import PoolMemory
 from pdrt.data.process import this_process
@@ -43,7 +43,6 @@ from pdrt.sched.effects import (
     AbortReceiver,
     AbortSend,
     AdmitReceiver,
-    Effect,
     ExpectHandshakes,
     OpenReceiver,
     Say,
@@ -60,6 +59,15 @@ _ROUTE_S: Final = 5.0  # how long a decode rank asks for a route that is not the
 
 P = ParamSpec("P")
 T = TypeVar("T")
+TransferEffect: TypeAlias = (
+    ExpectHandshakes
+    | TellStarted
+    | SendBlocks
+    | AbortSend
+    | OpenReceiver
+    | AdmitReceiver
+    | AbortReceiver
+)
 AnyScheduler: TypeAlias = Scheduler | PrefillDisaggScheduler | DecodeDisaggScheduler
 
 
@@ -148,14 +156,15 @@ class Worker:
             return await fetch_route(client, _ROUTE_S, time.monotonic)
 
         return KVTransferManager(
-            role=self._spec.role,
+            role="prefill" if self._spec.role == "prefill" else "decode",
             rank=self._spec.rank,
             layout=self._runner.layout,
             memory=memory,
             transport=open_transport(self._config.transfer, memory),
             key=self._spec.key,
             local_ip=self._spec.disagg.local_ip,
-            patience=Patience.of(self._config.timeouts),
+            timeouts=self._config.timeouts,
+            limits=TransferLimits(rooms_per_peer=self._config.security.max_rooms_per_peer),
             routes=route,
             wake=self._transfers_moved,
             clock=time.monotonic,
@@ -280,37 +289,10 @@ class Worker:
                 case messages.AskPrefill():
                     self._link.tell(effect)
                 case _:
-                    self._transfer(effect)
+                    assert self._manager is not None, "a hybrid scheduler transfers nothing"
+                    transfer(self._manager, effect)
         if said:
             self._link.tell(Outputs(items=tuple(said)))
-
-    def _transfer(self, effect: Effect) -> None:
-        manager = self._manager
-        assert manager is not None, "a hybrid scheduler transfers nothing"
-        match effect:
-            case ExpectHandshakes(room, attempt, prompt_tokens, prompt_hash, deadline):
-                manager.expect(room, attempt, prompt_tokens, prompt_hash, deadline)
-            case TellStarted(room, attempt):
-                manager.started(room, attempt)
-            case SendBlocks(room, attempt, blocks, first_block, last):
-                manager.send(room, attempt, blocks, first_block, last)
-            case AbortSend(room, attempt, problem):
-                manager.abort_send(room, attempt, problem)
-            case OpenReceiver(room, attempt, source, deadline):
-                manager.open_receiver(room, attempt, source, deadline)
-            case AdmitReceiver():
-                manager.admit(
-                    effect.room,
-                    effect.attempt,
-                    effect.blocks,
-                    effect.first_block,
-                    effect.slot,
-                    effect.prompt_tokens,
-                    effect.prompt_hash,
-                    effect.deadline,
-                )
-            case AbortReceiver(room, attempt, reason):
-                manager.abort_receive(room, attempt, reason)
 
     async def _in_device(self, call: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
         return await self._loop.run_in_executor(self._device, partial(call, *args, **more))
@@ -360,6 +342,34 @@ class Worker:
         )
 
 
+def transfer(manager: KVTransferManager, effect: TransferEffect) -> None:
+    """Hand one effect of a scheduler to the transfer side."""
+    match effect:
+        case ExpectHandshakes(room, attempt, prompt_tokens, prompt_hash, deadline):
+            manager.expect(room, attempt, prompt_tokens, prompt_hash, deadline)
+        case TellStarted(room, attempt):
+            manager.started(room, attempt)
+        case SendBlocks(room, attempt, blocks, first_block, last):
+            manager.send(room, attempt, blocks, first_block, last)
+        case AbortSend(room, attempt, problem):
+            manager.abort_send(room, attempt, problem)
+        case OpenReceiver(room, attempt, source, deadline):
+            manager.open_receiver(room, attempt, source, deadline)
+        case AdmitReceiver():
+            manager.admit(
+                effect.room,
+                effect.attempt,
+                effect.blocks,
+                effect.first_block,
+                effect.slot,
+                effect.prompt_tokens,
+                effect.prompt_hash,
+                effect.deadline,
+            )
+        case AbortReceiver(room, attempt, reason):
+            manager.abort_receive(room, attempt, reason)
+
+
 async def serve(spec: WorkerSpec) -> int:
     """The worker's exit status: 0 when it was told to stop."""
     link: Link[ToWorker, FromWorker] = Link(
@@ -370,7 +380,7 @@ async def serve(spec: WorkerSpec) -> int:
     asyncio.get_running_loop().add_reader(0, _orphaned)
     try:
         await worker.run()
-    except* Exception as group:  # noqa: BLE001 - the shell: it is told, and the process ends
+    except ExceptionGroup as group:  # the shell: whatever it was, it is told, and we end
         error = _first(group)
         structlog.get_logger().error("worker_failed", exc_info=error)
         code = error.code if isinstance(error, PdrtError) else "worker_failed"

@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -170,32 +171,40 @@ class Cluster:
     def processes(self) -> list[Process]:
         return [*self.nodes.values(), *([self.router] if self.router else [])]
 
-    async def __aenter__(self) -> Self:
-        self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60))
+    def start(self) -> None:
         for process in self.processes:
             process.start()
-        try:
-            await self.until_ready()
-        except BaseException:
-            await self.__aexit__()
-            raise
-        return self
 
-    async def __aexit__(self, *_exc: object) -> None:
-        assert self.http is not None
-        await self.http.close()
-        for process in self.processes:
-            if process.popen is not None and process.popen.poll() is None:
-                process.kill(signal.SIGCONT)
-                process.kill(signal.SIGTERM)
-        for process in reversed(self.processes):
-            if process.popen is None:
-                continue
+    def stop(self) -> None:
+        """SIGTERM to all, SIGKILL to who does not end within ten seconds."""
+        living = [p for p in self.processes if p.popen is not None and p.popen.poll() is None]
+        for process in living:
+            process.kill(signal.SIGCONT)
+            process.kill(signal.SIGTERM)
+        for process in living:
             try:
-                await asyncio.to_thread(process.popen.wait, 10)
+                process.ended()
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.popen.wait()
+                process.ended()
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[Self]:
+        """The running cluster, ready, with a client of this event loop."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
+            self.http = http
+            await self.until_ready()
+            yield self
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        """Started for one test, stopped after it."""
+        self.start()
+        try:
+            async with self.session() as ready:
+                yield ready
+        finally:
+            await asyncio.to_thread(self.stop)
 
     # Asking.
 
