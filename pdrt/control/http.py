@@ -149,7 +149,7 @@ def good_request_id(text: str | None) -> str | None:
 
 def request_id_of(request: web.Request) -> str:
     """The id of this request: the client's when it sent a fit one, else minted, once."""
-    found: str | None = request.get(REQUEST_ID)
+    found = request.get(REQUEST_ID)
     if found is None:
         found = good_request_id(request.headers.get("x-request-id")) or new_request_id()
         request[REQUEST_ID] = found

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from pdrt.control.answer import Answer, Delta
 from pdrt.control.http import Json, error_body
-from pdrt.errors import PdrtError
+from pdrt.errors import Cancelled, PdrtError
 
 ERROR_S: Final = 1.0  # for a client that does not read to take its error event
 
@@ -61,6 +61,7 @@ class StreamReply:
         self._request, self._voice = request, voice
         self._request_id, self._stage = request_id, stage
         self._response: web.StreamResponse | None = None
+        self._is_writing = False  # and the client is not taking it
 
     async def say(self, delta: Delta, answer: Answer) -> None:
         chunks = list(self._voice.chunks(delta, answer))
@@ -69,25 +70,32 @@ class StreamReply:
             response = await self._begin()
             chunks = [*self._voice.opening(), *chunks]
         if chunks:
-            await response.write(b"".join(_event(chunk) for chunk in chunks))
+            await self._write(response, b"".join(_event(chunk) for chunk in chunks))
 
     async def end(self, answer: Answer) -> web.StreamResponse:
         assert self._response is not None, "an answer has a last delta"
-        await self._response.write(b"data: [DONE]\n\n")
+        await self._write(self._response, b"data: [DONE]\n\n")
         return self._response
 
     async def fail(self, error: PdrtError) -> web.StreamResponse:
         if self._response is None:
             raise error
         body = _json(error_body(error, self._request_id, self._stage))
-        try:
-            async with asyncio.timeout(ERROR_S):
-                await self._response.write(b"event: error\ndata: " + body + b"\n\n")
-                await self._response.write_eof()
-        except (TimeoutError, ConnectionError):
-            if self._request.transport is not None:
-                self._request.transport.abort()
+        event = b"event: error\ndata: " + body + b"\n\n"
+        # When half a chunk is out, its reader would not take the event either.
+        is_told = not self._is_writing and await _sent(self._response, event)
+        if not is_told and self._request.transport is not None:
+            self._request.transport.abort()
         return self._response
+
+    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
+        """Raises Cancelled when the client is gone."""
+        self._is_writing = True
+        try:
+            await response.write(data)
+        except ConnectionError as error:
+            raise Cancelled("the client is gone") from error
+        self._is_writing = False
 
     async def _begin(self) -> web.StreamResponse:
         headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
@@ -95,6 +103,15 @@ class StreamReply:
         await response.prepare(self._request)
         self._response = response
         return response
+
+
+async def _sent(response: web.StreamResponse, data: bytes) -> bool:
+    try:
+        async with asyncio.timeout(ERROR_S):
+            await response.write(data)
+    except (TimeoutError, ConnectionError):
+        return False
+    return True
 
 
 def _json(body: Mapping[str, object]) -> bytes:

@@ -30,7 +30,7 @@ from pdrt.control.reply import Reply, StreamReply, Voice, WholeReply
 from pdrt.errors import Conflict, DeadlinePassed, NotFound, PdrtError
 from pdrt.messages import Submit
 
-PD_PATH: Final = "pd_path"  # set on the requests whose answers carry x-pd-path
+PD_PATH: Final = web.RequestKey("pd_path", str)  # set on the requests whose answers carry x-pd-path
 log = structlog.get_logger(__name__)
 
 
@@ -123,19 +123,22 @@ class Serving:
     async def _pump(self, stream: Stream, answer: Answer, reply: Reply) -> None:
         """From the worker to the client, until the answer has ended."""
         async for output in stream:
-            if output.tokens or output.finish:
-                delta = answer.take(output, self._leader.clock())
-                if delta.finish:
-                    stream.close("stop")  # before a slow client is waited for
+            is_first = not answer.ids
+            delta = answer.take(output, self._leader.clock())
+            if delta.finish:
+                stream.close("stop")  # before a slow client is waited for
+            elif output.problem and is_first:
+                raise error_of(output.problem)  # nothing was said: it can have its own status
+            if delta.ids or delta.finish:
                 await reply.say(delta, answer)
-                if delta.finish:
-                    return
+            if delta.finish:
+                return
             if output.problem:
                 raise error_of(output.problem)
         raise PdrtError("the worker's outputs ended without an end")
 
     def _reply(self, request: web.Request, call: Call) -> Reply:
-        order, path = call.order, str(request[PD_PATH])
+        order, path = call.order, request[PD_PATH]
         voice: Voice = (
             GenerateVoice(call.request_id, call.shown_room, path)
             if order.dialect == "generate"

@@ -208,8 +208,6 @@ def template(source: str) -> ChatTemplate:
 def test_a_models_template_makes_the_prompt(tmp_path: Path) -> None:
     text = open_text(str(model_directory(tmp_path, METASPACE, TEMPLATE)))
     ids = text.encode_chat(HI)
-    assert ids[0] == METASPACE.token_to_id("<s>")
-    assert ids.count(METASPACE.token_to_id("</s>")) == 1
     rendered = "<s>[user]hi</s>\n[assistant]"
     assert ids == METASPACE.encode(rendered, add_special_tokens=False).ids
 
