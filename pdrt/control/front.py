@@ -133,9 +133,13 @@ class Router:
             async with asyncio.timeout(within_s):
                 await self.idle.wait()
         except TimeoutError:
-            log.warning("drain_cut", requests=self.admitted)
-            for relay in tuple(self.relays):
-                relay.call_off(Draining("the router has ended"))
+            self.cut()
+
+    def cut(self) -> None:
+        """End what still runs, each with a typed error."""
+        log.warning("drain_cut", requests=self.admitted)
+        for relay in tuple(self.relays):
+            relay.call_off(Draining("the router has ended"))
 
     # One request.
 

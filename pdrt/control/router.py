@@ -112,7 +112,8 @@ async def _until_asked(router: Router, drain_s: float) -> int:
         log.error("watching_failed")
         return 1
     log.info("draining", in_flight=router.admitted)
-    await _first(router.drain(drain_s), hurry.wait())
+    if not await _first(router.drain(drain_s), hurry.wait()):
+        router.cut()
     return 0
 
 

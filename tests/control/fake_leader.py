@@ -202,17 +202,13 @@ class FakeLeader:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         is_canary = CANARY_HEADER in request.headers
-        plays, seen = (
-            (self.canaries, self.seen_canaries) if is_canary else (self.plays, self.seen)
-        )
+        plays, seen = (self.canaries, self.seen_canaries) if is_canary else (self.plays, self.seen)
         return await self._play(request, seen, plays.popleft() if plays else self._well())
 
     def _well(self) -> Play:
         return prefilled() if self.role == "prefill" else good({"output": "hello"})
 
-    async def _play(
-        self, request: web.Request, seen: list[Seen], play: Play
-    ) -> web.StreamResponse:
+    async def _play(self, request: web.Request, seen: list[Seen], play: Play) -> web.StreamResponse:
         body = json.loads(await request.read())
         transport = request.transport
         assert isinstance(transport, asyncio.Transport)

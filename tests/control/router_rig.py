@@ -148,9 +148,12 @@ class Rig:
     async def look(self) -> None:
         """Let every leader be polled once more."""
         for leader in self.leaders:
-            said = self.instance(leader).status
-            self.instance(leader).nudged.set()
-            await until(lambda one=self.instance(leader), old=said: one.status is not old)  # type: ignore[misc]
+            await self._look_at(self.instance(leader))
+
+    async def _look_at(self, instance: Instance) -> None:
+        said = instance.status
+        instance.nudged.set()
+        await until(lambda: instance.status is not said)
 
     def instance(self, leader: FakeLeader) -> Instance:
         """How the router knows it."""

@@ -93,7 +93,7 @@ async def test_the_prefill_leg_is_built_from_an_allow_list() -> None:
 @pytest.mark.parametrize("field", ["min_tokens", "n_predict", "attempt", "transfer_token"])
 async def test_an_unknown_field_is_refused_by_name(field: str) -> None:
     async with rig() as r:
-        got = await r.send(**{field: 1})
+        got = await r.send({"prompt": "hi", field: 1})
         assert got.status == 400
         assert field in got.error["message"]
         assert not r.prefill[0].seen

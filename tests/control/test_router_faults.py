@@ -28,7 +28,13 @@ OK = good({"output": "x"})
 
 @pytest.mark.parametrize(
     ("code", "error"),
-    [(400, "too_long"), (429, "overloaded"), (500, "internal"), (503, "draining"), (504, "deadline")],
+    [
+        (400, "too_long"),
+        (429, "overloaded"),
+        (500, "internal"),
+        (503, "draining"),
+        (504, "deadline"),
+    ],
 )
 async def test_prefills_failure_is_the_answer_and_decode_is_let_go(code: int, error: str) -> None:
     """CASES 1 and 2: the router went on waiting for decode."""
@@ -46,7 +52,8 @@ async def test_prefills_failure_is_the_answer_and_decode_is_let_go(code: int, er
 
 
 @pytest.mark.parametrize(
-    ("code", "error"), [(400, "bad_request"), (409, "conflict"), (500, "internal"), (503, "draining")]
+    ("code", "error"),
+    [(400, "bad_request"), (409, "conflict"), (500, "internal"), (503, "draining")],
 )
 async def test_decodes_failure_is_the_answer_and_prefill_is_let_go(code: int, error: str) -> None:
     """CASES 43: decode refuses, and prefill is told at once."""
