@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal, TypeAlias, TypeVar, cast, dataclas
 
 import msgpack
 import numpy as np
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from pdrt.errors import BadMessage
@@ -558,7 +558,15 @@ def decode(adapter: TypeAdapter[T], frame: bytes) -> T:
         value = msgpack.unpackb(frame, **(_PEER_LIMITS if between_ranks else _LIMITS))
         return adapter.validate_python(value)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise BadMessage(f"{type(error).__name__}: {error}"[:500]) from error
+        raise BadMessage(_reason(error)[:500]) from error
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, without the bytes themselves: they may be secret, and long to print."""
+    if not isinstance(error, ValidationError):
+        return f"{type(error).__name__}: {error}"
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'message'}: {first['msg']}"
 
 
 def encode(adapter: TypeAdapter[T], message: T) -> bytes:
