@@ -54,8 +54,8 @@ LIMITS = Limits(
 )
 PROBLEM = Problem(code="peer_lost", message="gone")
 SETTINGS = settings(
-    max_examples=60,
-    stateful_step_count=60,
+    max_examples=100,
+    stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
@@ -89,6 +89,21 @@ class World(RuleBasedStateMachine):
     @rule(length=st.integers(0, 14), count=st.integers(1, 8), left=st.sampled_from([2.0, 50.0]))
     def client_comes(self, length: int, count: int, left: float) -> None:
         self.enter(self.rooms, 0, length, count, left)
+
+    @rule(lengths=st.lists(st.integers(1, 8), min_size=3, max_size=5), count=st.integers(1, 8))
+    def several_clients_come(self, lengths: list[int], count: int) -> None:
+        for length in lengths:
+            self.enter(self.rooms, 0, length, count, 50.0)
+
+    @rule(count=st.integers(1, 6))
+    def the_world_is_kind(self, count: int) -> None:
+        """All that is awaited comes, between steps."""
+        if self.open is not None:
+            self.step_ends()
+        for _ in range(count):
+            self.settle()
+            self.rig.step()
+            check_books(self.rig.book)
 
     @rule(pick=picks, length=st.integers(1, 6), attempt=attempts)
     def client_comes_with_a_room_again(self, pick: int, length: int, attempt: int) -> None:
