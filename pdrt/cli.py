@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 from pdrt import __version__, config
-from pdrt.config import NodeConfig, RouterConfig
+from pdrt.config import NodeConfig, RouterConfig, SchedulerSection
 from pdrt.errors import ConfigError, PdrtError
 
 app = typer.Typer(
@@ -89,7 +89,13 @@ def up(
         transport=transport,
     )
     wanted.check()
-    wanted = replace(wanted, model=_with_model(defaults).model.path)
+    path, kv_memory = _with_model(defaults).model.path, defaults.scheduler.kv_memory
+    wanted = replace(
+        wanted,
+        model=path,
+        weights=sum(file.stat().st_size for file in Path(path).glob("*.safetensors")),
+        kv_memory=0 if kv_memory == SchedulerSection().kv_memory else kv_memory,
+    )
     raise typer.Exit(bring_up(wanted, defaults, _out(), os.environ, with_chat=chat))
 
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from pdrt.config import NodeConfig, PortsSection, RouterConfig, check
 from pdrt.errors import ConfigError, PeerLost, Unavailable
 from pdrt.keys import ClusterKey
-from pdrt.up.layout import Part, Wanted, child_environment, lay_out
+from pdrt.up.layout import Machine, Part, Wanted, child_environment, lay_out
 from pdrt.up.place import check_free, free_port, new_key, private_folder
 from pdrt.up.processes import Child
 from pdrt.up.screen import Loaded, Screen, read_loaded, status_line
@@ -36,6 +36,7 @@ from pdrt.up.shell import Asked, Cluster, Patience
 FAKE = Path(__file__).with_name("fake_parts.py")
 ROOT = Path(__file__).parent.parent
 KEY_FILE = Path("/run/key")
+GIB = 1 << 30
 FREE = PortsSection(router=0, prefill=0, decode=0, hybrid=0, bootstrap=0)
 
 
@@ -44,7 +45,11 @@ def nine(_host: str) -> int:
 
 
 def parts_of(wanted: Wanted, ports: PortsSection | None = None, cores: int = 8) -> list[Part]:
-    return lay_out(wanted, ports or PortsSection(), KEY_FILE, cores, nine)
+    return lay_out(wanted, ports or PortsSection(), KEY_FILE, machine(cores), nine)
+
+
+def machine(cores: int = 2) -> Machine:
+    return Machine(cores=cores, memory=100 * GIB)
 
 
 # Layout.
@@ -94,11 +99,21 @@ def test_the_cores_are_shared_evenly_by_the_workers() -> None:
     assert {p.tables["device"]["threads"] for p in parts[:-1]} == {1}
 
 
-def test_many_workers_do_not_want_more_memory_than_there_is() -> None:
-    parts = parts_of(Wanted(prefill=10, decode=10))
-    shares = [p.tables["scheduler"]["kv_memory"] for p in parts[:-1]]
-    assert sum(float(share) for share in shares) < 0.401
-    assert "scheduler" not in parts_of(Wanted())[0].tables
+@pytest.mark.parametrize(
+    ("wanted", "pool"),
+    [
+        (Wanted(), GIB),
+        (Wanted(weights=5 * GIB), 5 * GIB),
+        (Wanted(weights=50 * GIB), 20 * GIB),
+        (Wanted(prefill=40, decode=40), GIB // 2),
+        (Wanted(kv_memory=0.25), 0.25),
+    ],
+)
+def test_pools_are_as_large_as_useful_and_together_no_more_than_there_is(
+    wanted: Wanted, pool: float
+) -> None:
+    for part in parts_of(wanted)[:-1]:
+        assert part.tables["scheduler"]["kv_memory"] == pool
 
 
 @pytest.mark.parametrize(
@@ -147,7 +162,7 @@ def test_a_taken_port_is_an_error_that_names_port_address_and_way_out() -> None:
 
 
 def test_free_ports_are_no_error() -> None:
-    check_free(lay_out(Wanted(), FREE, KEY_FILE, 1, free_port))
+    check_free(lay_out(Wanted(), FREE, KEY_FILE, machine(), free_port))
 
 
 @pytest.fixture
@@ -200,6 +215,7 @@ def test_what_a_killed_one_left_is_removed_and_what_lives_is_not(temporary: Path
             [Loaded("1,0,0", "spawning", 0, 0)],
         ),
         ([{"rank": "0,0,0", "loading": ["weights", "x", 4]}, "junk"], []),
+        ([{"rank": "0,0,0", "state": "ready", "loading": ["weights", 4, 4]}], []),
         ("junk", []),
         (None, []),
     ],
@@ -249,7 +265,7 @@ class Rig:
         startup_s: float = 10.0,
         drain_s: float = 5.0,
     ) -> int:
-        self.parts = lay_out(Wanted(), FREE, self.folder / "key", 2, free_port)
+        self.parts = lay_out(Wanted(), FREE, self.folder / "key", machine(), free_port)
         key = new_key(self.folder / "key")
         with Screen(self.console) as screen:
             cluster = Cluster(self.parts, self.folder, key, screen, {}, self.program)
@@ -372,14 +388,14 @@ def test_children_end_when_it_is_killed(tmp_path: Path) -> None:
         import asyncio, sys
         sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
-        from pdrt.up.layout import Wanted, lay_out
+        from pdrt.up.layout import Machine, Wanted, lay_out
         from pdrt.up.place import free_port
         from pdrt.up.processes import Child
         from pdrt.config import PortsSection
 
         async def main():
             free = PortsSection(router=0, prefill=0, decode=0, bootstrap=0)
-            part = lay_out(Wanted(), free, Path("key"), 1, free_port)[0]
+            part = lay_out(Wanted(), free, Path("key"), Machine(cores=1, memory=1), free_port)[0]
             program = [sys.executable, {str(FAKE)!r}, "node", part.host, str(part.port)]
             child = await Child.start(part, program, Path({str(tmp_path / "log")!r}), {{}})
             while not child.new_lines():

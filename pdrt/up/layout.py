@@ -18,7 +18,7 @@ from pdrt.errors import ConfigError
 ROUTER_HOST: Final = "127.0.0.1"
 _MOST_PARTS: Final = 200
 _MOST_OF_MEMORY: Final = 0.4  # of the machine, for the KV pools of all workers together
-_DEFAULT_SHARE: Final = 0.1
+_USUAL_POOL: Final = 1 << 30  # bytes; pools are touched at the start, so more takes longer
 
 Value: TypeAlias = "str | int | float | bool"
 Tables: TypeAlias = dict[str, dict[str, Value]]
@@ -26,8 +26,16 @@ FreePort: TypeAlias = Callable[[str], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What there is to share."""
+
+    cores: int
+    memory: int  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What the command line asked for; `None` and "" leave a setting to its default."""
+    """What the command line asked for; "" and 0 leave a setting to its default."""
 
     prefill: int = 1
     decode: int = 1
@@ -39,6 +47,8 @@ class Wanted:
     name: str = ""
     dtype: str = ""
     transport: str = ""
+    weights: int = 0  # bytes of the model
+    kv_memory: float = 0  # as in [scheduler]
 
     def check(self) -> None:
         """Raises ConfigError for a cluster that cannot serve."""
@@ -93,11 +103,11 @@ class Part:
 
 
 def lay_out(
-    wanted: Wanted, ports: PortsSection, key_file: Path, cores: int, free_port: FreePort
+    wanted: Wanted, ports: PortsSection, key_file: Path, machine: Machine, free_port: FreePort
 ) -> list[Part]:
     """The nodes and, last, the router. Ports set to 0 are chosen by `free_port(host)`."""
     wanted.check()
-    nodes = list(_nodes(wanted, ports, key_file, max(1, cores // wanted.workers), free_port))
+    nodes = list(_nodes(wanted, ports, key_file, machine, free_port))
     port = ports.router or free_port(ROUTER_HOST)
     router = Part(
         "router",
@@ -116,7 +126,7 @@ def lay_out(
 
 
 def _nodes(
-    wanted: Wanted, ports: PortsSection, key_file: Path, threads: int, free_port: FreePort
+    wanted: Wanted, ports: PortsSection, key_file: Path, machine: Machine, free_port: FreePort
 ) -> Iterator[Part]:
     at = 1
     counts: tuple[tuple[Role, int, int], ...] = (
@@ -130,7 +140,7 @@ def _nodes(
             host = f"127.0.0.{at}"
             port = {"prefill": ports.prefill, "decode": ports.decode, "hybrid": ports.hybrid}[role]
             port = port or free_port(host)
-            tables = _node_tables(wanted, dp, threads, key_file)
+            tables = _node_tables(wanted, dp, machine, key_file)
             tables["parallel"]["local_ip"] = host
             tables["ports"] = {role: port}
             if role == "prefill":
@@ -138,11 +148,12 @@ def _nodes(
             yield Part(f"{role} {number}", role, host, port, dp, tables)
 
 
-def _node_tables(wanted: Wanted, dp: int, threads: int, key_file: Path) -> Tables:
+def _node_tables(wanted: Wanted, dp: int, machine: Machine, key_file: Path) -> Tables:
     tables: Tables = {
         "model": {"path": wanted.model},
-        "device": {"threads": threads},
+        "device": {"threads": max(1, machine.cores // wanted.workers)},
         "parallel": {"world_size": dp, "dp": dp, "devices_per_node": dp},
+        "scheduler": {"kv_memory": wanted.kv_memory or _pool_bytes(wanted, machine)},
         "security": {"key_file": str(key_file)},
         "log": {"format": "json"},
     }
@@ -152,9 +163,13 @@ def _node_tables(wanted: Wanted, dp: int, threads: int, key_file: Path) -> Table
         tables["model"]["dtype"] = wanted.dtype
     if wanted.transport:
         tables["transfer"] = {"transport": wanted.transport}
-    if (share := _MOST_OF_MEMORY / wanted.workers) < _DEFAULT_SHARE:
-        tables["scheduler"] = {"kv_memory": round(share, 4)}
     return tables
+
+
+def _pool_bytes(wanted: Wanted, machine: Machine) -> int:
+    """As much as the weights take, at least a gibibyte, and no more than a fair share."""
+    share = int(_MOST_OF_MEMORY * machine.memory) // wanted.workers
+    return min(max(_USUAL_POOL, wanted.weights), share)
 
 
 def _bootstrap(node: Part) -> str:

@@ -38,6 +38,8 @@ def read_loaded(status: Mapping[str, object]) -> list[Loaded]:
 
 def _one_loaded(worker: object) -> Loaded | None:
     match worker:
+        case {"state": "ready"}:
+            return None
         case {"rank": str(rank), "loading": [str(stage), int(done), int(total)]}:
             return Loaded(rank, stage, done, total)
         case {"rank": str(rank), "state": str(state)}:

@@ -25,7 +25,7 @@ from rich.console import Console
 from pdrt.config import NodeConfig
 from pdrt.errors import PeerLost, Unavailable
 from pdrt.keys import ClusterKey
-from pdrt.up.layout import Part, Wanted, child_environment, lay_out
+from pdrt.up.layout import Machine, Part, Wanted, child_environment, lay_out
 from pdrt.up.place import check_free, free_port, new_key, private_folder
 from pdrt.up.processes import Child, command, end
 from pdrt.up.screen import Screen, read_loaded, status_line
@@ -149,10 +149,10 @@ class Cluster:
     def _tell_loading(self, statuses: Mapping[str, Mapping[str, Any] | None]) -> None:
         for part in self._parts:
             if status := statuses.get(part.name):
-                if status.get("state") == "ready":
-                    self._screen.is_ready(part)
                 for loaded in read_loaded(status):
                     self._screen.loading(part, loaded)
+                if status.get("state") == "ready":
+                    self._screen.is_ready(part)
 
     def _tell_ready(self) -> None:
         for part in self._parts:
@@ -246,12 +246,19 @@ def up(
     with private_folder() as folder:
         key_file = folder / "key"
         key = new_key(key_file)
-        parts = lay_out(wanted, defaults.ports, key_file, os.cpu_count() or 1, free_port)
+        parts = lay_out(wanted, defaults.ports, key_file, _this_machine(), free_port)
         check_free(parts)
         patience = Patience(defaults.timeouts.startup_s, defaults.timeouts.drain_s)
         with Screen(console) as screen, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
             cluster = Cluster(parts, folder, key, screen, environ)
             return loop.run(cluster.serve(patience, _chat if with_chat else None))
+
+
+def _this_machine() -> Machine:
+    return Machine(
+        cores=len(os.sched_getaffinity(0)),
+        memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    )
 
 
 async def _chat(url: str, asked: Asked) -> None:
