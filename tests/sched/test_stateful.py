@@ -74,6 +74,7 @@ class World(RuleBasedStateMachine):
         self.wanted: dict[int, int] = {}
         self.open: Plan | None = None
         self.rooms = 0
+        self.tries: dict[int, int] = {}
         self.sched_make()
 
     def sched_make(self) -> None:
@@ -105,11 +106,20 @@ class World(RuleBasedStateMachine):
             self.rig.step()
             check_books(self.rig.book)
 
-    @rule(pick=picks, length=st.integers(1, 6), attempt=attempts)
-    def client_comes_with_a_room_again(self, pick: int, length: int, attempt: int) -> None:
+    @rule(pick=picks, length=st.integers(1, 6), again=st.integers(0, 3))
+    def client_comes_with_a_room_again(self, pick: int, length: int, again: int) -> None:
+        """Mostly as a new try; the old one is a mistake that must be refused while it lingers."""
         room = self.pick_room(pick)
         if room not in self.rig.book.rooms:
-            self.enter(room, attempt << 16, length, 3, 50.0)
+            held = {key for key, _ in self.rig.book.quarantine}
+            lingers = (room, self.tries.get(room, 0) << 16) in held
+            attempt = self.tries.get(room, 0) << 16 if lingers and not again else self.mint(room)
+            self.enter(room, attempt, length, 3, 50.0)
+
+    def mint(self, room: int) -> int:
+        """The router's next attempt for a room."""
+        self.tries[room] = self.tries.get(room, 0) + 1
+        return self.tries[room] << 16
 
     def enter(self, room: int, attempt: int, length: int, count: int, left: float) -> None:
         prompt = [1 + (room + i) % 90 for i in range(length)]
@@ -215,13 +225,16 @@ class DecodeWorld(Answers):
 
     def sched_make(self) -> None:
         self.writers: dict[tuple[int, int], AdmitReceiver] = {}
+        self.used: set[tuple[int, int]] = set()
         self.rig = Rig(DecodeDisaggScheduler(LIMITS, BLOCKS, 3, {EOS}), FakeDevice(BLOCKS, B))
 
     def note(self) -> None:
         for effect in self.rig.take(AdmitReceiver):
             assert isinstance(effect, AdmitReceiver)
-            assert (effect.room, effect.attempt) not in self.writers
-            self.writers[effect.room, effect.attempt] = effect
+            key = (effect.room, effect.attempt)
+            assert key not in self.used, "an attempt names one transfer, once and for all"
+            self.used.add(key)
+            self.writers[key] = effect
 
     def attempt_of(self, room: int, fallback: int) -> int:
         request = self.rig.book.rooms.get(room)
@@ -247,22 +260,22 @@ class DecodeWorld(Answers):
         return request is not None and request.attempt == key[1] and bool(request.blocks)
 
     @precondition(lambda self: self.rig.effects or self.writers)
-    @rule(pick=picks)
-    def kv_arrives(self, pick: int) -> None:
+    @rule(pick=picks, twice=st.booleans())
+    def kv_arrives(self, pick: int, twice: bool) -> None:
         """Also of an attempt that was given up just now."""
         self.note()
         if self.writers:
-            self.arrive(list(self.writers)[pick % len(self.writers)])
+            self.arrive(list(self.writers)[pick % len(self.writers)], twice=twice)
 
-    def arrive(self, key: tuple[int, int]) -> None:
+    def arrive(self, key: tuple[int, int], *, twice: bool = False) -> None:
         admitted = self.writers.pop(key)
         request = self.rig.book.rooms.get(key[0])
         tokens = [7] * admitted.prompt_tokens
         if request is not None and self.is_current(key):
             tokens = list(request.tokens)
         self.rig.device.write(admitted.blocks, 0, tokens)
-        self.rig.feed(received(*key, tokens))
-        self.rig.feed(received(*key, tokens))
+        for _ in range(1 + twice):
+            self.rig.feed(received(*key, tokens))
 
     @rule(pick=picks, attempt=attempts, retryable=st.booleans())
     def prefill_fails(self, pick: int, attempt: int, retryable: bool) -> None:
@@ -288,9 +301,13 @@ class DecodeWorld(Answers):
             del self.writers[key]
             self.rig.feed(Quiet(*key))
 
-    @rule(pick=picks, attempt=attempts)
-    def router_rebinds(self, pick: int, attempt: int) -> None:
-        self.rig.feed(Rebound(self.pick_room(pick), attempt << 16, AWAY))
+    @rule(pick=picks, late=st.booleans())
+    def router_rebinds(self, pick: int, late: bool) -> None:
+        room = self.pick_room(pick)
+        attempt = self.tries.get(room, 0) << 16 if late else self.mint(room)
+        if late and room in self.rig.book.rooms:
+            attempt = min(attempt, self.rig.book.rooms[room].attempt)
+        self.rig.feed(Rebound(room, attempt, AWAY))
 
     @rule(pick=picks)
     def nobody_will_prefill(self, pick: int) -> None:
@@ -329,7 +346,7 @@ class DecodeWorld(Answers):
                 self.rig.feed(Quiet(*key))
         for request in list(self.rig.book.rooms.values()):
             if request.state is State.UNBOUND:
-                self.rig.feed(Rebound(request.room, request.attempt + (1 << 16), AWAY))
+                self.rig.feed(Rebound(request.room, self.mint(request.room), AWAY))
             self.rig.feed(ReceiverReady(request.room, request.attempt))
 
 
