@@ -361,6 +361,7 @@ class Node:
 
     async def _end(self) -> None:
         await asyncio.gather(*(handle.stop() for handle in self.handles))
+        self._hurry.set()  # nobody waits out the grace any more
         self._over.set()
 
     # What is shown.
