@@ -83,7 +83,7 @@ class Wave:
 
 def lay_out(batch: Sequence[SeqStep], pool: KvPool, dtype: torch.dtype) -> Wave:
     """Rows, index tensors and masks for a batch of at least one step."""
-    size = pool.layout.block_size
+    size = pool.block_size
     singles = [i for i, step in enumerate(batch) if len(step.tokens) == 1]
     groups = [
         [singles[j] for j in group]
@@ -142,7 +142,7 @@ def _blocks_of(step: SeqStep, size: int) -> Ints:
 
 
 def _singles(row: int, steps: Sequence[SeqStep], pool: KvPool, dtype: torch.dtype) -> Singles:
-    size = pool.layout.block_size
+    size = pool.block_size
     counts = [step.start // size + 1 for step in steps]
     tables = np.empty((len(steps), max(counts)), np.int64)
     for table, step, count in zip(tables, steps, counts, strict=True):
@@ -158,7 +158,7 @@ def _chunk(row: int, step: SeqStep, pool: KvPool, dtype: torch.dtype) -> Chunk:
     if step.start == 0:
         return Chunk(row, row + rows, None, None)
     end = step.start + rows
-    table = np.array([step.blocks[: -(-end // pool.layout.block_size)]], np.int64)
+    table = np.array([step.blocks[: -(-end // pool.block_size)]], np.int64)
     beyond = np.arange(end) > np.arange(step.start, end)[:, None]
     mask = _added(beyond, pool, dtype)[:, 0, 0]
     return Chunk(row, row + rows, pool.strips_of(table), mask)

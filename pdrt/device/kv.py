@@ -45,12 +45,16 @@ class KvPool:
         self._strips = self._blocks.view(-1, layout.block_size * layout.head_dim)
         self._cells = self._blocks.view(-1, layout.head_dim)
 
+    @property
+    def block_size(self) -> int:
+        return self.layout.block_size
+
     def index(self, numbers: Ints) -> Tensor:
         return torch.from_numpy(numbers).to(self.device)
 
     def cells_of(self, blocks: Ints, offsets: Ints) -> Tensor:
         """Layer 0's cells of tokens at (block, offset): [tokens * 2 * kv_heads], k before v."""
-        size = self.layout.block_size
+        size = self.block_size
         strips = self._strips_of(blocks)  # [2, kv_heads, tokens]
         return self.index((strips * size + offsets).transpose(2, 0, 1).reshape(-1))
 
@@ -67,14 +71,14 @@ class KvPool:
 
     def write(self, layer: int, cells: Tensor, kv: Tensor) -> None:
         """Put keys and values [tokens, 2 * kv_heads, head_dim] where `cells_of` said."""
-        at = cells + layer * 2 * self.layout.block_size
+        at = cells + layer * 2 * self.block_size
         self._cells.index_copy_(0, at, kv.reshape(-1, self.layout.head_dim))
 
     def read(self, layer: int, strips: Tensor) -> Tensor:
         """Keys and values [2, sequences, kv_heads, tokens, head_dim] of whole blocks, copied."""
         two, sequences, kv_heads, blocks = strips.shape
         found = self._strips.index_select(0, strips.view(-1) + layer * 2)
-        tokens = blocks * self.layout.block_size
+        tokens = blocks * self.block_size
         return found.view(two, sequences, kv_heads, tokens, self.layout.head_dim)
 
     def clear(self, blocks: Sequence[int]) -> None:

@@ -8,14 +8,27 @@ Unverified on accelerators; the tests run it between two CPU pools.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from pdrt.device.batch import SeqStep
-from pdrt.device.kv import KvPool
+
+
+class Copies(Protocol):
+    """What this needs of a KvPool: copies of whole blocks between host and device."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    def load(self, blocks: Sequence[int]) -> None: ...
+
+    def store(self, blocks: Sequence[int]) -> None: ...
 
 
 class Mirror:
-    def __init__(self, pool: KvPool) -> None:
-        self._pool, self._size = pool, pool.layout.block_size
+    """Call `before` and `after` around each step of the pool's model."""
+
+    def __init__(self, pool: Copies) -> None:
+        self._pool, self._size = pool, pool.block_size
         self._present = dict[int, tuple[int, ...]]()  # key -> its start and block table, expected
 
     def before(self, batch: Sequence[SeqStep]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdrt.config import NodeConfig, check
+from pdrt.config import NodeConfig
 from pdrt.device.backends import device_kind, open_runner, threads_of
 from pdrt.device.null import NullRunner
 from pdrt.errors import ConfigError
@@ -17,7 +17,7 @@ from tests.device import tiny
 
 
 def config(**tables: dict[str, object]) -> NodeConfig:
-    return check(NodeConfig, tables, "test")
+    return NodeConfig.model_validate(tables)
 
 
 def quiet(_stage: str, _done: int, _total: int) -> None:

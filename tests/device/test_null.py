@@ -35,6 +35,11 @@ def test_the_answer_depends_on_every_token_of_the_prompt() -> None:
     assert len(answers) == len(TEXT)
 
 
+def test_the_first_token_depends_on_the_last_of_the_prompt() -> None:
+    first = {loop().answer(TEXT[:-1] + bytes([last]), 1)[0] for last in range(200)}
+    assert len(first) > 100
+
+
 @settings(max_examples=200)
 @given(st.integers(1, 40), st.data())
 def test_a_flipped_bit_in_any_used_byte_changes_the_next_token(
