@@ -30,7 +30,7 @@ from pdrt.keys import ClusterKey
 from pdrt.up.layout import Machine, Part, Wanted, child_environment, lay_out
 from pdrt.up.place import check_free, free_port, new_key, private_folder
 from pdrt.up.processes import Child
-from pdrt.up.screen import Loaded, Screen, read_loaded, status_line
+from pdrt.up.screen import Loaded, Screen, read_loaded, readable, status_line
 from pdrt.up.shell import Asked, Cluster, Patience
 
 FAKE = Path(__file__).with_name("fake_parts.py")
@@ -224,6 +224,38 @@ def test_progress_is_read_from_a_status_and_anything_else_is_not(
     workers: object, told: list[Loaded]
 ) -> None:
     assert read_loaded({"workers": workers}) == told
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (
+            '{"error": "no model", "event": "failed", "level": "error", "timestamp": "T"}',
+            "error: failed error=no model",
+        ),
+        ('{"event": "x"}', "x"),
+        ("Traceback:", "Traceback:"),
+        ("[1]", "[1]"),
+        ('{"no": "event"}', '{"no": "event"}'),
+    ],
+)
+def test_last_words_are_shown_as_a_person_reads_them(line: str, shown: str) -> None:
+    assert readable(line) == shown
+
+
+def test_a_node_with_several_workers_has_a_bar_for_each() -> None:
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+    (part, *_) = parts_of(Wanted(prefill=0, decode=0, hybrid=1))
+    part = replace(part, workers=2)
+    with Screen(console) as screen:
+        screen.starting(part)
+        for rank in ("0,0,0", "1,0,0"):
+            screen.loading(part, Loaded(rank, "weights", 1, 4))
+        screen.is_ready(part)
+    assert isinstance(console.file, io.StringIO)
+    last = console.file.getvalue().rpartition("hybrid 0 (0,0,0)")[2]
+    assert "hybrid 0 (1,0,0)" in last
+    assert last.count("ready") == 2
 
 
 def test_the_status_line_says_how_loaded_who_is() -> None:

@@ -5,6 +5,7 @@ On anything but a terminal the same is told in plain lines, once per stage, with
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -46,6 +47,17 @@ def _one_loaded(worker: object) -> Loaded | None:
             return Loaded(rank, state, 0, 0)
         case _:
             return None
+
+
+def readable(line: str) -> str:
+    """A log line as a person reads it: the event, then what belongs to it."""
+    try:
+        told = json.loads(line)
+        event = str(told.pop("event"))
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return line
+    rest = (f"{k}={v}" for k, v in told.items() if k not in ("timestamp", "level", "process"))
+    return " ".join([f"{told.get('level', '')}: {event}".removeprefix(": "), *rest])
 
 
 def status_line(statuses: Mapping[str, Mapping[str, object] | None]) -> str:
@@ -113,6 +125,8 @@ class Screen:
 
     def _move(self, name: str, worker: str, stage: str, how_far: tuple[int, int] | None) -> None:
         bar = (name, worker)
+        if worker and (whole := self._bars.pop((name, ""), None)) is not None:
+            self._progress.remove_task(whole)
         if bar not in self._bars:
             shown = f"{name} ({worker})" if worker else name
             self._bars[bar] = self._progress.add_task(shown, total=None, stage=stage)

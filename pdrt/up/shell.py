@@ -28,7 +28,7 @@ from pdrt.keys import ClusterKey
 from pdrt.up.layout import Machine, Part, Wanted, child_environment, lay_out
 from pdrt.up.place import check_free, free_port, new_key, private_folder
 from pdrt.up.processes import Child, command, end
-from pdrt.up.screen import Screen, read_loaded, status_line
+from pdrt.up.screen import Screen, read_loaded, readable, status_line
 
 _LOOK_S: Final = 0.1
 _STATUS_S: Final = 1.0
@@ -133,9 +133,13 @@ class Cluster:
                     if child.exit_status is not None:
                         self._tell_end(child)
                         raise PeerLost(f"{child.part.name} ended before the cluster was ready")
-                if await _is_ready(session, self._router.url):
+                statuses = await self._statuses(session, self.children)
+                self._tell_loading(statuses)
+                are_ready = all(
+                    s is not None and s.get("state") == "ready" for s in statuses.values()
+                )
+                if are_ready and await _is_ready(session, self._router.url):
                     return True
-                self._tell_loading(await self._statuses(session, self.children))
                 await asked.stop_within(_LOOK_S)
                 if asked.stop.is_set():
                     return False
@@ -191,7 +195,7 @@ class Cluster:
         child.is_told = True
         self._screen.problem(
             f"{child.part.name} ended with exit status {child.exit_status}; its last words:",
-            child.last_lines(),
+            [readable(line) for line in child.last_lines()],
         )
 
     async def _end(self, asked: Asked, grace_s: float) -> bool:
