@@ -8,24 +8,35 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import tomllib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
+from pdrt.settings import Section, override, read_toml
+from pdrt.settings import check as check
 
 Role = Literal["prefill", "decode", "hybrid"]
 Positive = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Duration = Annotated[float, Field(gt=0, le=86400)]
+Strings = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists, no tuples
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+def _check_host(host: str) -> None:
+    """Raises ValueError for what is neither an IP address nor could be a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", host):
+            raise ValueError(
+                f"{host!r} is no address: want one without port and brackets, such as"
+                " 10.0.0.1 or fd00::1"
+            ) from None
 
 
 class ModelSection(Section):
@@ -50,7 +61,7 @@ class ParallelSection(Section):
     cp: Positive = 1
     dp: Positive = 1
     devices_per_node: Positive = 1
-    ips: tuple[str, ...] = ()  # all nodes of the role, in order; empty: this node alone
+    ips: Strings = ()  # all nodes of the role, in order; empty: this node alone
     local_ip: str = "127.0.0.1"
 
     @model_validator(mode="after")
@@ -62,12 +73,23 @@ class ParallelSection(Section):
             )
         if self.world_size % self.devices_per_node:
             raise ValueError(
-                f"devices_per_node = {self.devices_per_node} must divide world_size = {self.world_size}"
+                f"devices_per_node = {self.devices_per_node} must divide"
+                f" world_size = {self.world_size}"
             )
-        if self.ips and len(self.ips) % self.nodes_per_instance:
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_are_there(self) -> Self:
+        nodes = len(self.ips) or 1
+        if nodes % self.nodes_per_instance:
             raise ValueError(
-                f"{len(self.ips)} ips do not make whole instances of {self.nodes_per_instance} nodes"
+                f"ips: {nodes} nodes do not make whole instances of {self.nodes_per_instance} nodes"
+                " (world_size / devices_per_node)"
             )
+        for host in (*self.ips, self.local_ip):
+            _check_host(host)
+        if len(set(self.ips)) < len(self.ips):
+            raise ValueError(f"ips: a node stands twice in {', '.join(self.ips)}")
         return self
 
     @property
@@ -77,7 +99,9 @@ class ParallelSection(Section):
 
 class SchedulerSection(Section):
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
-    kv_memory: Annotated[float, Field(gt=0)] = 0.1  # <= 1: fraction of the device's memory; else bytes
+    kv_memory: Annotated[float, Field(gt=0)] = (
+        0.1  # <= 1: fraction of the device's memory; else bytes
+    )
     max_batch_size: Annotated[int, Field(ge=1, le=4096)] = 64
     max_prefill_tokens: Annotated[int, Field(ge=1)] = 512  # chunk size
     num_reserved_decode_tokens: Annotated[int, Field(ge=1)] = 64
@@ -123,19 +147,30 @@ class TimeoutsSection(Section):
 class SecuritySection(Section):
     key_file: str = ""
     key: Annotated[str, Field(repr=False)] = ""  # better from PDRT_SECURITY_KEY than from a file
-    api_keys: Annotated[tuple[str, ...], Field(repr=False)] = ()  # clients, at the router
+    api_keys: Annotated[Strings, Field(repr=False)] = ()  # clients, at the router
     max_body_bytes: Positive = 8 << 20
     max_rooms_per_peer: Positive = 4096
 
     def cluster_key(self) -> ClusterKey | None:
-        """The key, or None when none is configured. Raises ConfigError when unreadable."""
-        text = self.key
+        """The key, or None when none is configured. Raises ConfigError when it is no good."""
+        text, where = self.key, "[security] key"
         try:
             if not text and self.key_file:
-                text = Path(self.key_file).expanduser().read_text()
-            return ClusterKey.from_text(text) if text else None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"[security] key_file = {self.key_file!r}: {error}") from error
+                where = f"[security] key_file = {self.key_file!r}"
+                text = Path(self.key_file).expanduser().read_text(encoding="utf-8")
+            elif not text:
+                return None
+            return ClusterKey.from_text(text)
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such ~user
+            raise ConfigError(f"{where}: {error}") from error
+
+    @property
+    def is_key_file_exposed(self) -> bool:
+        """Whether other users of this machine may read the key file."""
+        try:
+            return bool(self.key_file and Path(self.key_file).expanduser().stat().st_mode & 0o044)
+        except (OSError, RuntimeError):
+            return False  # `cluster_key` says what is wrong
 
 
 class PortsSection(Section):
@@ -178,10 +213,13 @@ class PolicySection(Section):
     max_in_flight: Positive = 4096  # beyond: 429
 
 
+Targets = Annotated[tuple[Target, ...], Field(strict=False)]
+
+
 class RouterConfig(Section):
-    prefill: tuple[Target, ...] = ()
-    decode: tuple[Target, ...] = ()
-    hybrid: tuple[Target, ...] = ()
+    prefill: Targets = ()
+    decode: Targets = ()
+    hybrid: Targets = ()
     local_ip: str = "127.0.0.1"
     policy: PolicySection = PolicySection()
     timeouts: TimeoutsSection = TimeoutsSection()
@@ -195,6 +233,10 @@ class RouterConfig(Section):
             raise ValueError("[[prefill]] and [[decode]] targets come together")
         if not self.prefill and not self.hybrid:
             raise ValueError("no targets: name [[prefill]] and [[decode]], or [[hybrid]]")
+        leaders = [target.http for target in (*self.prefill, *self.decode, *self.hybrid)]
+        if len(set(leaders)) < len(leaders):
+            raise ValueError(f"a target stands twice in {', '.join(leaders)}")
+        _check_host(self.local_ip)
         return self
 
 
@@ -215,6 +257,12 @@ class Place(Section):
             raise ConfigError(f"--node-index {node_index}: there are {nodes} nodes, 0..{nodes - 1}")
         per_instance = parallel.nodes_per_instance
         leader = node_index // per_instance * per_instance
+        own = parallel.ips[node_index] if parallel.ips else parallel.local_ip
+        if is_loopback(parallel.local_ip) and not is_loopback(own):
+            raise ConfigError(
+                f"[parallel] local_ip = {parallel.local_ip!r}: peers on other hosts cannot reach"
+                f" it; node {node_index} is {own} in ips: set PDRT_PARALLEL_LOCAL_IP={own}"
+            )
         return Place(
             node_index=node_index,
             instance=node_index // per_instance,
@@ -272,9 +320,11 @@ def bracketed(host: str) -> str:
 def is_loopback(host: str) -> bool:
     """Whether an address or `localhost` stays on this machine. Names are not looked up."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return host == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 C = TypeVar("C", NodeConfig, RouterConfig)
@@ -290,55 +340,10 @@ def load(
 
     The environment goes over the file, `options` (tables from the command line) over both.
     """
-    where = str(path) if path else "the environment"
-    try:
-        tables: dict[str, Any] = tomllib.loads(path.read_text()) if path else {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where}: not TOML: {error}") from error
-    _override(kind, tables, environ)
+    tables = read_toml(path) if path else {}
+    known = NodeConfig.model_fields.keys() | RouterConfig.model_fields.keys()
+    used: list[str] = override(kind, tables, environ, known)
     for name, table in (options or {}).items():
         under = tables.get(name)
         tables[name] = under | table if isinstance(under, dict) else table
-    return check(kind, tables, where)
-
-
-def check(kind: type[C], tables: Mapping[str, Any], where: str) -> C:
-    """The config in these tables. Raises ConfigError that names `where`, key, value, allowed."""
-    try:
-        return kind.model_validate(tables)
-    except ValidationError as error:
-        lines = [_explain(kind, dict(problem)) for problem in error.errors()]
-        raise ConfigError(f"{where}: " + "; ".join(lines)) from error
-
-
-def _explain(kind: type[Section], problem: Mapping[str, Any]) -> str:
-    table, *rest = [str(part) for part in problem["loc"]] or [""]
-    place = f"[{table}] {'.'.join(rest)}".strip() if table else "the file"
-    if problem["type"] == "extra_forbidden":
-        known = kind.model_fields[table].annotation if rest and table in kind.model_fields else kind
-        fields = getattr(known, "model_fields", {})
-        return f"{place}: unknown key; known are {', '.join(fields) or 'none'}"
-    shown = "" if "key" in rest or not rest else f" = {problem['input']!r}"
-    return f"{place}{shown}: {problem['msg']}"
-
-
-def _override(kind: type[Section], tables: dict[str, Any], environ: Mapping[str, str]) -> None:
-    for name, text in environ.items():
-        prefix, _, rest = name.partition("_")
-        table, _, key = rest.lower().partition("_")
-        if prefix != "PDRT" or not key or table not in kind.model_fields:
-            continue
-        section = tables.setdefault(table, {})
-        if not isinstance(section, dict):
-            raise ConfigError(f"{name}: [{table}] is a list of targets and cannot be overridden")
-        section[key] = _value(text)
-
-
-def _value(text: str) -> Any:
-    """A TOML value, or the text itself when it is none."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+    return check(kind, tables, " with ".join([str(path or "settings"), *used]))
