@@ -322,6 +322,7 @@ class Node:
         """The loop turns; and nothing that the node waits for is missed."""
         while True:
             self.turned_at = time.monotonic()
+            self.dispatcher.catch_up()
             self._look()
             await asyncio.sleep(_TICK_S)
 

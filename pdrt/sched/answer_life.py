@@ -95,7 +95,11 @@ def _say(r: Request, e: TokenOut) -> Effects:
     r.computed = len(r.tokens)
     r.tokens.append(e.token)
     output = Output(
-        room=r.room, tokens=(e.token,), logprobs=(e.logprob,), cached_tokens=e.cached_tokens
+        room=r.room,
+        attempt=r.attempt,
+        tokens=(e.token,),
+        logprobs=(e.logprob,),
+        cached_tokens=e.cached_tokens,
     )
     return [Say(output)]
 
@@ -109,6 +113,7 @@ def _say_last(r: Request, e: LastToken) -> Effects:
     r.is_quiet = True  # a slot still held here was just received
     output = Output(
         room=r.room,
+        attempt=r.attempt,
         tokens=(e.token,),
         logprobs=(e.logprob,),
         finish=e.finish,
@@ -165,7 +170,7 @@ def _problem(e: Ending) -> Problem:
 
 
 def _close(r: Request, e: Ending) -> Effects:
-    return [*_part(r), Say(Output(room=r.room, problem=_problem(e)))]
+    return [*_part(r), Say(Output(room=r.room, attempt=r.attempt, problem=_problem(e)))]
 
 
 def _abort(r: Request, e: Ending) -> Effects:

@@ -85,7 +85,9 @@ class Scheduler:
         length = request.prompt_tokens + request.sampling.max_tokens
         self.limits.check_fits(request, length, book.blocks.total)
         if finish := request.finished:
-            book.outbox.append(Say(Output(room=request.room, finish=finish)))
+            book.outbox.append(
+                Say(Output(room=request.room, attempt=request.attempt, finish=finish))
+            )
             return None
         request.state = state
         if state is State.QUEUED:

@@ -73,17 +73,17 @@ def _let_go(r: Request) -> tuple[int, ...]:
 
 
 def _delivered(r: Request, _e: Delivered) -> Effects:
-    return [Free(_let_go(r)), Say(Output(room=r.room, finish="prefilled"))]
+    return [Free(_let_go(r)), Say(Output(room=r.room, attempt=r.attempt, finish="prefilled"))]
 
 
 def _broken(r: Request, e: SendBroken) -> Effects:
-    return [Free(_let_go(r)), Say(Output(room=r.room, problem=e.problem))]
+    return [Free(_let_go(r)), Say(Output(room=r.room, attempt=r.attempt, problem=e.problem))]
 
 
 def _unwanted(r: Request, e: SendFailed) -> Effects:
     return [
         Hold(r.room, r.attempt, _let_go(r)),
-        Say(Output(room=r.room, problem=e.problem)),
+        Say(Output(room=r.room, attempt=r.attempt, problem=e.problem)),
     ]
 
 
@@ -95,7 +95,7 @@ def _stop(r: Request, e: Cancelled | Failed) -> Effects:
     return [
         AbortSend(r.room, r.attempt, problem),
         Hold(r.room, r.attempt, _let_go(r)),
-        Say(Output(room=r.room, problem=problem)),
+        Say(Output(room=r.room, attempt=r.attempt, problem=problem)),
     ]
 
 
