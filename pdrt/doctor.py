@@ -211,6 +211,9 @@ def _key(security: SecuritySection, host: str) -> Iterator[Finding]:
         return
     if key is not None:
         yield fine("cluster key: configured")
+        if security.is_key_file_exposed:
+            advice = f"chmod 600 {security.key_file}"
+            yield note("cluster key: other users of this host may read the file", advice)
     elif is_loopback(host):
         yield fine(f"cluster key: none named; on loopback {user_key_file()} is used")
     else:

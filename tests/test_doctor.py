@@ -81,6 +81,17 @@ def test_each_mistake_is_found(text: str, topic: str, says: str, tmp_path: Path)
     assert says in found.what
 
 
+def test_a_key_file_that_others_may_read_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("a key for these tests")
+    file.chmod(0o644)
+    text = f"[security]\nkey_file = '{file}'\n"
+    _, found = of(look(tmp_path, text), "cluster key")
+    assert (found.verdict, found.advice) == (Verdict.NOTE, f"chmod 600 {file}")
+    file.chmod(0o600)
+    assert len(of(look(tmp_path, text), "cluster key")) == 1
+
+
 def test_a_taken_port_is_found_with_its_address(tmp_path: Path, taken: int) -> None:
     findings = look(tmp_path, f"[ports]\ndecode = {taken}\n")
     (found,) = [each for each in of(findings, "port") if each.verdict is Verdict.WRONG]

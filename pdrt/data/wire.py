@@ -17,7 +17,7 @@ from zmq.utils import z85
 from pdrt.config import bracketed
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
-from pdrt.messages import MAX_MESSAGE_BYTES
+from pdrt.messages import MAX_PEER_BYTES
 
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"pdrt"
@@ -46,7 +46,7 @@ class Wire:
         self._secure(pull)
         pull.curve_server = True
         pull.zap_domain = _DOMAIN
-        pull.maxmsgsize = MAX_MESSAGE_BYTES
+        pull.maxmsgsize = MAX_PEER_BYTES
         pull.rcvhwm = _DEPTH
         host = bracketed(self._local_ip)
         try:
