@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 WORDS = ["hello", "world", "how", "are", "you", "fine", "thanks", "été", "你好", "😀", "the", "end"]
 
@@ -50,6 +58,9 @@ def metaspace() -> Tokenizer:
         ]
     )
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>")])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return tokenizer
 
 

@@ -26,7 +26,13 @@ from tests.control.leader_rig import (
 )
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
-GREETING = (out("Hel"), out("lo, "), out("wör"[:2]), out("r"), out("ld", "length"))
+GREETING = (
+    out("Hel"),
+    out("lo, "),
+    out("wör".encode()[:2]),
+    out("wör".encode()[2:]),
+    out("ld", "length"),
+)
 
 
 async def error_of(answer: aiohttp.ClientResponse) -> tuple[int, str, str]:
@@ -122,7 +128,7 @@ async def test_short_answers_end_as_long_ones_do(
     [
         ([out("one E"), out("N"), out("D and"), out("more")], "END", "one ", b"one END"),
         ([out("END")], "END", "", b"END"),  # completed by the first output
-        ([out("é"[:1])], "é", "", "é".encode()),
+        ([out("é".encode()[:1]), out("é".encode()[1:])], "é", "", "é".encode()),
         ([out("aXbY")], ["Y", "Xb"], "a", b"aXb"),
     ],
 )
@@ -359,10 +365,12 @@ async def test_a_failure_that_comes_with_the_first_output_has_its_own_status() -
 async def test_a_client_that_does_not_read_holds_nothing_after_its_deadline() -> None:
     """No answer is buffered without bound for it, and its connection is cut."""
     async with rigged(max_model_len=4_000_000) as rig:
-        rig.worker.script = [out(b"x" * 2_000_000)]
+        rig.worker.script = [out(b"x" * 1_000_000)]  # more than socket buffers take
         params = {"max_tokens": 3_000_000}
         body = {"prompt": "a", "stream": True, "timeout_s": 0.5, "sampling_params": params}
-        with socket.create_connection(("127.0.0.1", int(rig.url.rpartition(":")[2]))) as deaf:
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(("127.0.0.1", int(rig.url.rpartition(":")[2])))
             data = json.dumps(body).encode()
             head = f"POST /generate HTTP/1.1\r\nhost: h\r\ncontent-length: {len(data)}\r\n\r\n"
             deaf.sendall(head.encode() + data)
@@ -591,6 +599,12 @@ async def test_only_a_genuine_token_lets_a_leg_work_on_a_room(
         body = {"prompt": "abc", **rig.leg(), **change}
         assert (await rig.post("/generate", body, headers=BEARER)).status == status
         assert len(rig.worker.submitted) == (status == 200)
+
+
+async def test_who_may_be_a_client_of_a_hybrid_may_not_therefore_send_it_legs() -> None:
+    async with rigged() as rig:
+        assert (await rig.post("/generate", {"prompt": "abc", **rig.leg()})).status == 401
+        assert not rig.worker.submitted
 
 
 async def test_a_room_in_flight_is_409() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from pdrt.control.answer import Answer, Delta, Times
-from pdrt.control.detokenize import Pieces, StopScanner
+from pdrt.control.detokenize import Pieces, StopScanner, WindowPieces
 from pdrt.control.order import Chat
 from pdrt.control.template import ChatTemplate
 from pdrt.control.text import ByteText, ModelText, TextPool, open_text
@@ -75,6 +75,27 @@ def test_a_run_of_bytes_without_end_is_not_held_for_ever() -> None:
     assert "".join(pieces.push(3 + 0xFF) for _ in range(40)).startswith("\ufffd")
 
 
+def test_an_added_token_is_written_as_it_is_and_a_special_one_not_at_all() -> None:
+    ids = [BYTE_LEVEL.token_to_id(piece) for piece in ("<tool é>", "<|end|>", "Ġhello")]
+    pieces = ModelText(BYTE_LEVEL, None).pieces()
+    assert said(pieces, [i for i in ids if i is not None]) == "<tool é> hello"
+
+
+def test_tokens_without_text_cost_nothing_however_many_come() -> None:
+    """An answer with ignore_eos may be nothing but EOS."""
+    seen = list[int]()
+
+    def decode(ids: Sequence[int]) -> str:
+        seen.append(len(ids))
+        return METASPACE.decode(list(ids))
+
+    pieces = WindowPieces(decode, {2}.__contains__)
+    word = METASPACE.token_to_id("▁hello")
+    assert word is not None
+    assert said(pieces, [word, *[2] * 100, word]) == "hello hello"
+    assert max(seen) <= 2
+
+
 # Stop strings.
 
 
@@ -104,6 +125,11 @@ def test_the_stop_completed_first_ends_the_text_before_it_however_it_is_cut(
     at = first_stop(whole, stops)
     assert is_stopped == (at is not None)
     assert told + ("" if is_stopped else scanner.rest()) == whole[:at]
+
+
+def test_of_two_stop_strings_that_end_together_the_longer_one_counts() -> None:
+    for stops in (["xab", "ab"], ["ab", "xab"]):
+        assert StopScanner(stops).feed("1xab") == ("1", True)
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
@@ -185,6 +211,14 @@ def test_grouping_changes_nothing(text: str, cuts: list[int], stops: list[str]) 
     assert (streamed.finish, streamed.usage()) == (whole.finish, whole.usage())
 
 
+def test_half_a_character_at_the_end_of_an_answer_is_not_lost() -> None:
+    answer = answer_of(["\ufffd!"])
+    half = Output(room=1, tokens=tuple("a你".encode()[:3]), finish="length")
+    assert answer.take(half, 1.0).text == "a\ufffd"
+    stopped = answer_of(["\ufffd"])
+    assert stopped.take(half, 1.0) == Delta("a", half.tokens, "stop")
+
+
 def test_times_are_the_clocks() -> None:
     answer = answer_of()
     answer.times.tokenised = 0.25
@@ -208,7 +242,7 @@ def template(source: str) -> ChatTemplate:
 def test_a_models_template_makes_the_prompt(tmp_path: Path) -> None:
     text = open_text(str(model_directory(tmp_path, METASPACE, TEMPLATE)))
     ids = text.encode_chat(HI)
-    rendered = "<s>[user]hi</s>\n[assistant]"
+    rendered = "<s>[user]hi</s>\n[assistant]"  # it has its own <s>: no second one is added
     assert ids == METASPACE.encode(rendered, add_special_tokens=False).ids
 
 
@@ -233,6 +267,13 @@ def test_the_extras_that_templates_use_are_there() -> None:
     assert template(source).render(chat) == '{"role": "user", "content": "<é>"} 2026 False'
 
 
+def test_blocks_leave_no_lines_of_their_own() -> None:
+    source = (
+        "{% for m in messages %}\n    {% if m %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}"
+    )
+    assert template(source).render(HI) == "hi\n"
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -252,7 +293,7 @@ def test_what_a_template_refuses_or_must_not_do_is_a_bad_request(source: str) ->
 
 @pytest.mark.parametrize("name", ["messages", "bos_token", "tools"])
 def test_options_cannot_replace_what_the_template_is_given(name: str) -> None:
-    with pytest.raises(BadRequest, match=name):
+    with pytest.raises(BadRequest, match=f"{name} is not yours to set"):
         template("").render(Chat(HI.turns, {name: "x"}))
 
 
@@ -261,6 +302,11 @@ def test_without_a_template_chat_is_refused_and_text_is_served(tmp_path: Path) -
     with pytest.raises(BadRequest, match="no chat template"):
         text.encode_chat(HI)
     assert text.encode("hello") == BYTE_LEVEL.encode("hello").ids
+
+
+def test_a_plain_prompt_gets_the_tokens_that_the_model_wants(tmp_path: Path) -> None:
+    text = open_text(str(model_directory(tmp_path, METASPACE)))
+    assert text.encode("hello") == [1, *METASPACE.encode("hello", add_special_tokens=False).ids]
 
 
 @pytest.mark.parametrize("template_text", ["{% for %}", "{% nonsense %}"])
