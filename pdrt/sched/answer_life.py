@@ -49,13 +49,13 @@ Ending: TypeAlias = Cancelled | Failed | AttemptRefused
 
 
 def _run(r: Request, e: Granted) -> Effects:
-    r.blocks, r.computed, r.overtaken = list(e.blocks), 0, 0
+    r.blocks, r.overtaken = list(e.blocks), 0
     return ()
 
 
 def _admit(r: Request, e: Granted) -> Effects:
     assert e.slot is not None
-    r.blocks, r.slot, r.computed, r.overtaken, r.is_quiet = list(e.blocks), e.slot, 0, 0, False
+    r.blocks, r.slot, r.overtaken, r.is_quiet = list(e.blocks), e.slot, 0, False
     digest = prompt_hash(r.packed())
     return [
         AdmitReceiver(r.room, r.attempt, e.blocks, 0, e.slot, len(r.tokens), digest, r.deadline)
@@ -140,7 +140,7 @@ def _lose(r: Request, e: AttemptLost) -> Effects:
 
 
 def _come_back(r: Request, _e: Retracted | FellBack) -> Effects:
-    r.is_returning = r.is_resuming = True
+    r.is_returning = True
     return _part(r)
 
 

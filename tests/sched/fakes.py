@@ -151,6 +151,7 @@ class Rig:
                 self.effects.append(effect)
 
     def _hear(self, output: Output) -> None:
+        assert output.attempt >= 0, "an output says which attempt it is of"
         self.outputs.append(output)
         self.said.setdefault(output.room, []).extend(output.tokens)
         if output.problem is not None:

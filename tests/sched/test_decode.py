@@ -410,6 +410,7 @@ def test_a_retracted_request_that_nobody_prefills_is_computed_here(how: str, whe
     else:
         rig.feed(ReceiveFailed(1, 1, LOST, retryable=how == "retryable"))
     assert rig.state(1) is State.QUEUED
+    assert len(rig.take(AbortReceiver)) == (how == "told")
     rig.feed(ResumeLocally(1))  # told twice
     finish(rig)
     assert rig.said[1] == answer(PROMPT[:4], 6)
@@ -452,6 +453,17 @@ def test_quiet_before_its_failure_frees_as_soon_as_the_failure_is_told() -> None
     assert rig.book.blocks.used == 2
     rig.feed(ReceiveFailed(1, 0, LOST, retryable=True))
     assert (rig.book.blocks.used, rig.book.slots.used) == (0, 0)
+
+
+def test_that_an_old_attempt_was_quiet_says_nothing_of_the_next_one() -> None:
+    rig = at(State.TRANSFERRING)
+    rig.feed(Quiet(1, 0))
+    rig.feed(Rebound(1, RETRY, AWAY))
+    admit(rig, 1)
+    rig.feed(Cancelled(1, "client_gone"))
+    assert rig.sched.stats().blocks_quarantined == 2
+    rig.feed(Quiet(1, RETRY))
+    assert is_baseline(rig.book)
 
 
 @pytest.mark.parametrize("state", LIVE)

@@ -6,9 +6,16 @@ Each machine plays the world around one scheduler with a tiny pool: clients, pee
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from pdrt.data.events import (
     PromptStarted,
@@ -54,8 +61,8 @@ LIMITS = Limits(
 )
 PROBLEM = Problem(code="peer_lost", message="gone")
 SETTINGS = settings(
-    max_examples=100,
-    stateful_step_count=50,
+    max_examples=40,
+    stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
@@ -450,9 +457,20 @@ class PrefillWorld(World):
                 self.rig.feed(SenderReady(*key, 0))
 
 
-TestHybrid = HybridWorld.TestCase
-TestHybrid.settings = SETTINGS
-TestDecode = DecodeWorld.TestCase
-TestDecode.settings = SETTINGS
-TestPrefill = PrefillWorld.TestCase
-TestPrefill.settings = SETTINGS
+SOAK = settings(SETTINGS, max_examples=1500, stateful_step_count=80)
+
+
+WORLDS = pytest.mark.parametrize("world", [HybridWorld, DecodeWorld, PrefillWorld])
+
+
+@WORLDS
+def test_every_promise_holds_in_any_order(world: type[World]) -> None:
+    """CASES 7, 34, 35, 42, 47, 61: as invariants."""
+    run_state_machine_as_test(world, settings=SETTINGS)
+
+
+@WORLDS
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_every_promise_holds_in_any_order_for_long(world: type[World]) -> None:
+    run_state_machine_as_test(world, settings=SOAK)
