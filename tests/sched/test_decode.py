@@ -536,6 +536,26 @@ def test_the_last_runner_waits_for_those_in_transfer_and_is_not_retracted() -> N
     rig.book.blocks.give(taken)
 
 
+def test_what_a_retraction_frees_is_for_growth_not_for_newcomers() -> None:
+    """Else the newcomer takes the blocks that the next step needs, and so on."""
+    rig = make(limits=replace(LIMITS, reserved_tokens=1))
+    for room in (1, 2):
+        rig.submit(submit(room, [room] * 8, max_tokens=9))
+        land(rig, admit(rig, room), [room] * 8)
+        assert rig.state(room) is State.RUNNING
+    taken = rig.book.blocks.take(rig.book.blocks.free)
+    assert taken is not None
+    rig.submit(submit(3, [3], max_tokens=2))
+    rig.feed(ReceiverReady(3, 0))
+    while not (plan := rig.step()).retracted:
+        assert plan.batch
+    assert plan.granted == 0
+    assert rig.state(3) is State.WAITING
+    rig.step()
+    assert rig.state(3) is State.TRANSFERRING
+    rig.book.blocks.give(taken)
+
+
 def test_what_cannot_be_served_is_refused_in_front() -> None:
     rig = make(blocks=4, limits=replace(LIMITS, max_waiting=1))
     with pytest.raises(TooLong):
