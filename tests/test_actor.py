@@ -22,12 +22,17 @@ class Keep(Ask[int]):
     """Answered never, or later."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class AnswerAndFail(Ask[int]):
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Fail:
     pass
 
 
-Message: TypeAlias = Double | Keep | Fail | int
+Message: TypeAlias = Double | Keep | AnswerAndFail | Fail | int
 
 
 class Worker(Actor[Message]):
@@ -44,6 +49,9 @@ class Worker(Actor[Message]):
                 message.answer(2 * number)
             case Keep():
                 self.kept.append(message)
+            case AnswerAndFail():
+                message.answer(1)
+                raise ZeroDivisionError
             case Fail():
                 raise ZeroDivisionError
             case int():
@@ -108,6 +116,15 @@ async def test_every_open_ask_ends_when_the_actor_fails() -> None:
         await worker.run()
     with pytest.raises(PeerLost, match="worker has ended"):
         await asked
+
+
+async def test_an_answer_stays_given_when_the_actor_fails_right_after() -> None:
+    worker = Worker()
+    asked = asyncio.create_task(ask(worker, AnswerAndFail()))
+    await asyncio.sleep(0)
+    with pytest.raises(ZeroDivisionError):
+        await worker.run()
+    assert await asked == 1
 
 
 async def test_an_actor_that_has_ended_takes_nothing() -> None:

@@ -237,6 +237,7 @@ WRONG_VARIABLES = [
         "[scheduler] block_sise: unknown key; did you mean block_size",
     ),
     ("PDRT_SCHEDULER_BLOCK_SIZE", "many", "[scheduler] block_size = 'many'"),
+    ("PDRT_SCHEDULER_BLOCK_SIZE", "1\nx = 1", "[scheduler] block_size = '1\\nx = 1'"),
     ("PDRT_SCHEDULAR_BLOCK_SIZE", "1", "no table [schedular]; did you mean [scheduler]?"),
     ("PDRT_PORT_PREFILL", "1", "no table [port]; did you mean [ports]?"),
     ("PDRT_TRANSFER_FAULTS_DEALY", "1", "[transfer.faults] dealy: unknown key"),

@@ -140,6 +140,7 @@ def nested_maps(depth: int) -> bytes:
     return inner
 
 
+GOOD = FROM_DECODE.dump_python(ABORT)
 HOSTILE = {
     "nothing": b"",
     "pickle": pickle.dumps(Bomb()),
@@ -161,7 +162,10 @@ HOSTILE = {
     "trailing bytes": encode(FROM_DECODE, ABORT) + b"\x00",
     "reserved byte": b"\xc1",
     "too long": b"\x00" * (messages.MAX_MESSAGE_BYTES + 1),
-    "too long between ranks": msgpack.packb({"op": "x", "a": b"\x00" * messages.MAX_PEER_BYTES}),
+    "good with an extension": msgpack.packb(GOOD | {"later": msgpack.ExtType(5, b"x")}),
+    "good but too long between ranks": msgpack.packb(
+        GOOD | {name: b"\x00" * 600_000 for name in ("later", "still later")}
+    ),
 }
 
 
