@@ -17,10 +17,9 @@ import structlog
 from aiohttp import ClientError, web
 from aiohttp.typedefs import Handler, Middleware
 
-from pdrt.config import bracketed
+from pdrt.control.listen import listen as listening
 from pdrt.errors import (
     BadRequest,
-    ConfigError,
     Conflict,
     DeadlinePassed,
     NotFound,
@@ -216,16 +215,13 @@ async def listen(
     A handler is cancelled when its client goes away. Raises ConfigError for a taken port or an
     address that is not this host's.
     """
+    socket = listening(host, port, "HTTP")
     runner = web.AppRunner(
         app, handler_cancellation=True, access_log=None, shutdown_timeout=grace_s
     )
     await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError as error:
-        await runner.cleanup()
-        raise ConfigError(f"cannot listen on {bracketed(host)}:{port}: {error}") from error
-    return runner, int(runner.addresses[0][1])
+    await web.SockSite(runner, socket).start()
+    return runner, int(socket.getsockname()[1])
 
 
 # Middlewares.

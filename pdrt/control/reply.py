@@ -18,6 +18,7 @@ from pdrt.control.http import Json, error_body
 from pdrt.errors import Cancelled, PdrtError
 
 ERROR_S: Final = 1.0  # for a client that does not read to take its error event
+_encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once
 
 
 class Voice(Protocol):
@@ -115,7 +116,7 @@ async def _sent(response: web.StreamResponse, data: bytes) -> bool:
 
 
 def _json(body: Mapping[str, object]) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return _encode(body).encode()
 
 
 def _event(chunk: Json) -> bytes:

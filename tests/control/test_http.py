@@ -204,10 +204,16 @@ async def test_only_the_clusters_token_opens(header: str | None, status: int) ->
 async def test_a_taken_port_is_named_with_its_address() -> None:
     first, port = await listen(web.Application(), "127.0.0.1", 0)
     try:
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1"):
             await listen(web.Application(), "127.0.0.1", port)
     finally:
         await first.cleanup()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+async def test_an_address_that_is_not_this_hosts_is_named(host: str) -> None:
+    with pytest.raises(ConfigError, match=host):
+        await listen(web.Application(), host, 0)
 
 
 async def test_a_handler_is_cancelled_when_its_client_leaves() -> None:
