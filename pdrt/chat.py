@@ -32,7 +32,7 @@ class Manner:
     model: str = ""  # empty: the first that the server names
     system: str = ""
     max_tokens: int = 512
-    temperature: float = 0.5
+    temperature: float = 0.1
     api_key: str = field(default="", repr=False)
 
     @property

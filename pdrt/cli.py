@@ -177,7 +177,7 @@ def chat(
     model: Annotated[str, typer.Option(help="Empty: the first that the server names.")] = "",
     system: Annotated[str, typer.Option(help="A system message.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.5,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.1,
     api_key: Annotated[str, typer.Option(envvar="PDRT_API_KEY", show_default=False)] = "",
 ) -> None:
     """Talk to a served model, token by token. Reads questions from a pipe too, one a line."""
