@@ -100,6 +100,7 @@ class Node:
         self.served_since_fault = False
         self.turned_at = time.monotonic()
         self._log = structlog.get_logger()
+        self._told_loading: dict[int, tuple[str, int]] = {}  # by dp rank
         self._over = asyncio.Event()
         self._hurry = asyncio.Event()
         self._tasks: asyncio.TaskGroup
@@ -243,10 +244,8 @@ class Node:
                 self._forget_ended(items)
             case messages.AskPrefill():
                 self._tasks.create_task(self._ask_prefill(handle, message))
-            case messages.Loading(stage=stage, done=done, total=total):
-                self._log.info(
-                    "loading", worker=str(handle.rank), stage=stage, done=done, total=total
-                )
+            case messages.Loading():
+                self._tell_loading(handle, message)
             case messages.Ready(blocks=blocks, endpoint=endpoint):
                 self._log.info(
                     "worker_ready", worker=str(handle.rank), blocks=blocks, endpoint=endpoint
@@ -256,6 +255,19 @@ class Node:
                 self._lost(handle, message)
             case messages.Stats() | messages.Fatal():
                 pass
+
+    def _tell_loading(self, handle: WorkerHandle, loading: messages.Loading) -> None:
+        """A line for each new stage and each tenth of it."""
+        tenth = loading.stage, 10 * loading.done // max(loading.total, 1)
+        if self._told_loading.get(handle.rank.dp) != tenth:
+            self._told_loading[handle.rank.dp] = tenth
+            self._log.info(
+                "loading",
+                worker=str(handle.rank),
+                stage=loading.stage,
+                done=loading.done,
+                total=loading.total,
+            )
 
     def _lost(self, handle: WorkerHandle, lost: Lost) -> None:
         self.fault_at, self.served_since_fault = time.time(), False

@@ -121,6 +121,7 @@ class Cluster:
     nodes: dict[str, Process] = field(default_factory=dict)
     router: Process | None = None
     http: aiohttp.ClientSession | None = None
+    startup_s: float = 40.0  # a bound for a busy machine, not an expectation
 
     @staticmethod
     def make(
@@ -137,11 +138,9 @@ class Cluster:
         targets: list[str] = []
         for role, count in counts.items():
             for index in range(count):
-                ip = fresh_ip()
-                settings = merged(
-                    NULL, {"parallel": {"local_ip": ip}}, *tables, (per_role or {}).get(role, {})
+                ip = cluster.add_node(
+                    f"{role}{index}", role, *tables, (per_role or {}).get(role, {})
                 )
-                cluster.add_node(f"{role}{index}", role, ip, settings)
                 targets.append(_target(role, ip))
         ip = fresh_ip()
         conf = folder / "router.toml"
@@ -155,17 +154,17 @@ class Cluster:
         )
         return cluster
 
-    def add_node(self, name: str, role: str, ip: str, settings: Tables) -> Process:
-        conf = self.folder / f"{name}.toml"
-        conf.write_text(toml(settings))
-        node = Process(
+    def add_node(self, name: str, role: str, *tables: Tables) -> str:
+        """A node, unknown to the router unless `make` names it; returns its address."""
+        ip, conf = fresh_ip(), self.folder / f"{name}.toml"
+        conf.write_text(toml(merged(NULL, {"parallel": {"local_ip": ip}}, *tables)))
+        self.nodes[name] = Process(
             name,
             ["node", "--role", role, "--conf", str(conf)],
             self.folder / f"{name}.log",
             f"http://{ip}:{PORTS[role]}",
         )
-        self.nodes[name] = node
-        return node
+        return ip
 
     @property
     def processes(self) -> list[Process]:
@@ -213,15 +212,16 @@ class Cluster:
         assert self.router is not None
         return self.router.url
 
-    async def until_ready(self, within_s: float = 25.0) -> None:
-        await self.until(self._is_ready, "the router is ready", within_s)
+    async def until_ready(self) -> None:
+        await self.until(self._is_ready, "all is ready", self.startup_s)
 
     async def _is_ready(self) -> bool:
         for process in self.processes:
             code = process.popen.poll() if process.popen else None
             assert code is None, f"{process.name} ended with {code}:\n{process.tail()}"
+        states = [(await self.status(name)).get("state") for name in self.nodes]
         status, _ = await self.get(f"{self.url}/ready")
-        return status == 200
+        return status == 200 and set(states) == {"ready"}
 
     async def until(
         self, holds: Callable[[], Awaitable[bool]], what: str, within_s: float = 5.0

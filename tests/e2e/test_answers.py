@@ -24,8 +24,7 @@ LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, int(2.7 * CHUNK)]
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster.make(tmp_path_factory.mktemp("answers"), 2, 2, 0, SETTINGS)
-    hybrid = Cluster.make(tmp_path_factory.mktemp("hybrid"), 0, 0, 1, SETTINGS)
-    cluster.nodes |= hybrid.nodes  # asked directly, unknown to the router
+    cluster.add_node("hybrid0", "hybrid", SETTINGS)  # asked directly, unknown to the router
     cluster.start()
     yield cluster
     cluster.stop()

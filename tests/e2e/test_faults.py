@@ -204,7 +204,7 @@ async def test_a_dead_prefill_is_replaced_before_the_first_token(
             assert (await pending).ids == want
             await cluster.until_baseline()
             if what == "worker":
-                await cluster.until(lambda: all_ready(cluster), "the worker is back")
+                await cluster.until(lambda: knows_both(cluster), "the router knows it is back", 8)
 
 
 async def busy(cluster: Cluster) -> str:
@@ -218,5 +218,10 @@ async def is_any(found: Awaitable[str]) -> bool:
     return bool(await found)
 
 
-async def all_ready(cluster: Cluster) -> bool:
-    return all([(await cluster.status(n)).get("state") == "ready" for n in cluster.nodes])
+async def knows_both(cluster: Cluster) -> bool:
+    """Whether the router sends requests to all instances again."""
+    assert cluster.http is not None
+    async with cluster.http.get(f"{cluster.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    up = [line.split()[-1] for line in lines if line.startswith("pdrt_router_instance_up{")]
+    return up == ["1.0"] * len(cluster.nodes)

@@ -23,8 +23,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster.make(
         tmp_path_factory.mktemp("storms"), 1, 1, 0, SMALL, per_role={"decode": pool}
     )
-    hybrid = Cluster.make(tmp_path_factory.mktemp("hybrid"), 0, 0, 1, SMALL)
-    cluster.nodes |= hybrid.nodes
+    cluster.add_node("hybrid0", "hybrid", SMALL)  # the reference
     cluster.start()
     yield cluster
     cluster.stop()
