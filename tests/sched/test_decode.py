@@ -378,10 +378,13 @@ def test_a_retracted_request_asks_the_prefill_side_for_a_new_attempt() -> None:
     admitted = admit(rig, 1)
     assert (admitted.attempt, admitted.prompt_tokens) == (1, 5)
     assert admitted.prompt_hash == prompt_hash(pack_ids(so_far))
-    land(rig, admitted, so_far)
+    rig.device.write(admitted.blocks, 0, so_far)
+    record = SlotRecord(1, 1, SLOT_COMPLETE, 5, 4, next_token(so_far), -0.5)
+    rig.feed(Received(1, 1, record))  # a hit on what was computed before is no saving to tell
     finish(rig)
     assert rig.said[1] == answer(PROMPT[:4], 6)
     assert rig.ends == {1: ["length"], 2: ["length"]}
+    assert all(output.cached_tokens == 0 for output in rig.outputs)
     assert is_baseline(rig.book)
 
 
@@ -534,6 +537,17 @@ def test_the_last_runner_waits_for_those_in_transfer_and_is_not_retracted() -> N
     plan = rig.step()
     assert (plan.retracted, len(plan.batch)) == (1, 1)
     rig.book.blocks.give(taken)
+
+
+@pytest.mark.parametrize(("blocks", "admitted"), [(3, False), (4, True)])
+def test_the_growth_of_those_in_transfer_is_reserved_too(blocks: int, admitted: bool) -> None:
+    """n in the formula is running + in transfer."""
+    rig = make(blocks)
+    rig.submit(submit(1, [1] * 4, max_tokens=8))
+    admit(rig, 1)
+    rig.submit(submit(2, [2] * 4, max_tokens=8))
+    rig.feed(ReceiverReady(2, 0))
+    assert rig.step().granted == admitted
 
 
 def test_what_a_retraction_frees_is_for_growth_not_for_newcomers() -> None:
