@@ -29,25 +29,19 @@ from pdrt.data.senders import Senders, Sending
 from pdrt.data.transfer import Receiver, Sender
 from pdrt.data.transport.promise import Peer, Transport
 from pdrt.data.wire import Wire
-from pdrt.errors import BadMessage, PdrtError, Unavailable
+from pdrt.errors import BadMessage, PdrtError, PeerLost, Unavailable
 from pdrt.keys import ClusterKey
 from pdrt.messages import (
     FROM_DECODE,
     FROM_PREFILL,
-    AbortTransfer,
     Attach,
-    FromDecode,
-    FromPrefill,
-    Handshake,
     KvLayout,
-    Ping,
     Problem,
     Process,
     Rank,
     Route,
     Source,
     decode,
-    encode,
 )
 
 _POLL_S: Final = 0.005  # the doorbell is faster; this is for the one that got lost
@@ -276,6 +270,7 @@ class KVTransferManager:
             if self._senders:
                 self._senders.write_ended(end, self.clock())
                 self._carry_out()
+        raise PeerLost(f"the transport {self.transport.name} has ended")
 
     async def _keep_time(self) -> None:
         """Deadlines, pings and what must be said again: with and without traffic."""
@@ -315,8 +310,9 @@ class KVTransferManager:
 
     def _do(self, effect: out.Outward, group: asyncio.TaskGroup) -> None:
         match effect:
-            case out.Tell(endpoint, message):
-                self._tell(endpoint, message)
+            case out.Tell():
+                is_taken = self._wire.send(effect.endpoint, effect.frame)
+                self._counters["sends_refused"] += not is_taken
             case out.HangUp(endpoint):
                 self._wire.hang_up(endpoint)
             case out.WatchLife(process):
@@ -335,10 +331,6 @@ class KVTransferManager:
                 self.prefill_info_table.pop((host, port), None)
             case _:
                 assert_never(effect)
-
-    def _tell(self, endpoint: str, message: FromDecode | FromPrefill) -> None:
-        if not self._wire.send(endpoint, _frame(message)):
-            self._counters["sends_refused"] += 1
 
     async def _attach_peer(self, peer: Peer) -> None:
         try:
@@ -388,14 +380,6 @@ class KVTransferManager:
                     await asyncio.sleep(_ROUTE_RETRY_S)
         except TimeoutError:
             return answer
-
-
-def _frame(message: FromDecode | FromPrefill) -> bytes:
-    match message:
-        case Attach() | Handshake() | AbortTransfer() | Ping():
-            return encode(FROM_DECODE, message)
-        case _:
-            return encode(FROM_PREFILL, message)
 
 
 def _problem(error: PdrtError, stage: str) -> Problem:

@@ -6,7 +6,19 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pdrt.data.transport.promise import Peer, Write
-from pdrt.messages import FromDecode, FromPrefill, Process, Source
+from pdrt.messages import (
+    FROM_DECODE,
+    FROM_PREFILL,
+    AbortTransfer,
+    Attach,
+    FromDecode,
+    FromPrefill,
+    Handshake,
+    Ping,
+    Process,
+    Source,
+    encode,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +27,14 @@ class Tell:
 
     endpoint: str
     message: FromDecode | FromPrefill
+
+    @property
+    def frame(self) -> bytes:
+        match self.message:
+            case Attach() | Handshake() | AbortTransfer() | Ping():
+                return encode(FROM_DECODE, self.message)
+            case _:
+                return encode(FROM_PREFILL, self.message)
 
 
 @dataclass(frozen=True, slots=True)

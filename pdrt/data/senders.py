@@ -105,6 +105,7 @@ class Senders:
         self._outcomes: OrderedDict[Key, Problem | None] = OrderedDict()
         self._max_outcomes = limits.outcomes
         self._last_write = 0
+        self._ticked_at = 0.0
 
     # What the scheduler wants.
 
@@ -206,7 +207,7 @@ class Senders:
             self._shake_known(sender, session, shake)
         elif key in self._outcomes:
             self._repeat(session, key)
-        elif shake.expires <= wall:
+        elif not shake.expires > wall:  # no number is no time to come either
             self._decline(session, key, self._problem(DeadlinePassed, key, "it came expired"))
         else:
             self._keep_early(session, shake, now + min(shake.expires - wall, self._patience.early))
@@ -297,9 +298,17 @@ class Senders:
         for shake in self.early.expired(now):
             self.counters["early_handshakes_expired"] += 1
             self._decline_early(shake, TransferFailed, "the request never came here")
+        self._excuse_own_sleep(now)
         for write in list(self._open.values()):
             if now - max(write.started_at, write.session.moved_at) > self._stall_after(write):
                 self._break(self.rooms[write.key], TransferFailed, "the transport is stalled")
+
+    def _excuse_own_sleep(self, now: float) -> None:
+        """When this process did not run, ends wait to be read: nobody is stalled for that."""
+        if now - self._ticked_at > self._patience.stall / 2:
+            for write in self._open.values():
+                write.session.moved_at = now
+        self._ticked_at = now
 
     def next_due(self, now: float) -> float:
         """When to tick next, at the latest."""

@@ -7,18 +7,21 @@ when a peer does not read, its messages are refused and counted by the caller.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
 
 import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
 from pdrt.config import bracketed
-from pdrt.errors import ConfigError
+from pdrt.errors import ConfigError, PeerLost
 from pdrt.keys import ClusterKey
 from pdrt.messages import MAX_PEER_BYTES
 
+T = TypeVar("T")
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"pdrt"
 _DEPTH = 8192  # messages waiting, each way
@@ -70,14 +73,15 @@ class Wire:
             socket.close(linger=0)
 
     async def receive(self) -> bytes:
-        frame: bytes = await self._pull.recv()
+        """The next frame. Raises PeerLost when the socket is gone."""
+        frame: bytes = await _or_lost(self._pull.recv())
         return frame
 
     async def guard(self) -> None:
         """Answer each newcomer's handshake (ZAP, RFC 27): the cluster's key, or no entry."""
         while True:
-            request: Sequence[bytes] = await self._zap.recv_multipart()
-            await self._zap.send_multipart(self._verdict(request))
+            request: Sequence[bytes] = await _or_lost(self._zap.recv_multipart())
+            await _or_lost(self._zap.send_multipart(self._verdict(request)))
 
     def close(self) -> None:
         for socket in self._push.values():
@@ -121,6 +125,19 @@ class Wire:
         socket.heartbeat_timeout = 3000
         socket.reconnect_ivl = 50
         socket.reconnect_ivl_max = 1000
+
+
+async def _or_lost(io: Awaitable[T]) -> T:
+    """A closed socket cancels what waits for it, which would end our task without a word."""
+    try:
+        return await io
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise PeerLost("the control socket was closed") from None
+    except zmq.ZMQError as error:
+        raise PeerLost(f"the control socket failed: {error}") from error
 
 
 def _checked(endpoint: str) -> str:

@@ -18,8 +18,8 @@ from pdrt.data.events import (
     Received,
     ReceiveFailed,
     ReceiverReady,
-    SenderReady,
     SendEnded,
+    SenderReady,
     SendFailed,
     SlotRecord,
     TransferEvent,
@@ -37,8 +37,6 @@ from pdrt.messages import (
     FROM_DECODE,
     FROM_PREFILL,
     Attach,
-    FromDecode,
-    FromPrefill,
     KvLayout,
     Problem,
     Process,
@@ -47,13 +45,13 @@ from pdrt.messages import (
     Region,
     Route,
     decode,
-    encode,
 )
 
 LAYOUT = KvLayout(block_size=4, dtype="uint8", layers=1, kv_heads=1, head_dim=2)
 BLOCK = LAYOUT.block_bytes
 KEY = ClusterKey(b"k" * 32)
 PATIENCE = Patience()
+LIMITS = Limits()
 SOURCE = ("127.0.0.1", 18800)
 PROBLEM = Problem(code="cancelled", message="the client left", stage="test")
 WALL = 1e9
@@ -83,10 +81,10 @@ def attach(layout: KvLayout = LAYOUT, session: str = "d0", blocks: int = 32) -> 
     )
 
 
-def new_senders(life: int = 0, limits: Limits = Limits(), patience: Patience = PATIENCE) -> Senders:
+def new_senders(life: int = 0, limits: Limits = LIMITS) -> Senders:
     """The prefill rank's desk in its life number `life`."""
     me = Sending(Rank(), process(100 + life), LAYOUT, 0, "shm", KEY)
-    return Senders(me, limits, patience)
+    return Senders(me, limits, PATIENCE)
 
 
 def route(life: int = 0, fingerprint: KvLayout = LAYOUT, tp: int = 1) -> Route:
@@ -134,7 +132,7 @@ class Books:
 class Rig:
     """Prefill rank `p` and decode rank `d`; the test says what arrives, lands and ends."""
 
-    def __init__(self, blocks: int = 32, limits: Limits = Limits()) -> None:
+    def __init__(self, blocks: int = 32, limits: Limits = LIMITS) -> None:
         self.now = 0.0
         self.life = 0
         self._limits = limits
@@ -298,11 +296,11 @@ class Rig:
 
     def _do(self, effect: out.Outward) -> None:
         match effect:
-            case out.Tell(endpoint, message) if ":5" in endpoint[-6:]:
-                self.to_d.append(_to_decode(message))
-            case out.Tell(endpoint, message):
+            case out.Tell(endpoint) if ":5" in endpoint[-6:]:
+                self.to_d.append(effect.frame)
+            case out.Tell(endpoint):
                 if endpoint.endswith(str(6000 + self.life)):
-                    self.to_p.append(_to_prefill(message))
+                    self.to_p.append(effect.frame)
             case out.StartWrite(write):
                 key = self._key_of(write.id)
                 self.flights[write.id] = Flight(write, key)
@@ -362,11 +360,3 @@ class Rig:
 
 def record(key: Key, tokens: int = 8) -> SlotRecord:
     return SlotRecord(key[0], key[1], SLOT_COMPLETE, tokens, 0, 42, -0.5)
-
-
-def _to_decode(message: FromDecode | FromPrefill) -> bytes:
-    return encode(FROM_PREFILL, message)  # type: ignore[arg-type]  # only such are said there
-
-
-def _to_prefill(message: FromDecode | FromPrefill) -> bytes:
-    return encode(FROM_DECODE, message)  # type: ignore[arg-type]  # only such are said there

@@ -89,8 +89,16 @@ def test_only_sealed_memory_of_ours_is_mapped() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"junk", msgpack.packb([1, 2, 3]), msgpack.packb([1, 2, 3, "x"]), msgpack.packb({})]
-    + [msgpack.packb([1] * 9), b"\xc1", msgpack.packb([True, 1, 1, 1])],
+    [
+        b"",
+        b"junk",
+        b"\xc1",
+        msgpack.packb({}),
+        msgpack.packb([1, 2, 3]),
+        msgpack.packb([1, 2, 3, "x"]),
+        msgpack.packb([True, 1, 1, 1]),
+        msgpack.packb([1] * 9),
+    ],
 )
 def test_junk_is_no_handle(data: bytes) -> None:
     with pytest.raises(TransferFailed, match="no memory handle"):

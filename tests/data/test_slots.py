@@ -136,7 +136,7 @@ def test_a_slot_nobody_waits_for_is_not_read() -> None:
 
 
 def reuse_slots(rounds: int) -> MetadataBufferPool:
-    """Reuse two slots; each write is torn and delayed at random, some into the next owner's time."""
+    """Two slots; writes are torn and delayed at random, some into the next owner's time."""
     random, slots = Random(53), Slots(2)
     delayed: list[tuple[int, SlotRecord]] = []
     for room in range(1, rounds + 1):

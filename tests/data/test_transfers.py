@@ -12,8 +12,8 @@ from pdrt.data.events import (
     Received,
     ReceiveFailed,
     ReceiverReady,
-    SenderReady,
     SendEnded,
+    SenderReady,
     SendFailed,
 )
 from pdrt.data.handshake import signed
@@ -426,6 +426,16 @@ def test_a_lost_completion_is_given_up_in_bounded_time_and_decode_has_its_answer
     assert rig.has(Received, B)
 
 
+def test_our_own_sleep_is_not_taken_for_a_stalled_transport() -> None:
+    rig = ready()
+    rig.send_all(A)
+    (write,) = rig.flights
+    rig.pass_time(30.0)  # the process was stopped; the end waits to be read
+    rig.land(write)
+    rig.end(write)
+    assert not rig.has(SendFailed, A)
+
+
 def test_a_doubled_end_changes_nothing() -> None:
     rig = ready()
     rig.send(A, [1], 0, None)
@@ -651,10 +661,11 @@ def test_a_handshake_is_good_once() -> None:
     assert rig.p.counters["dropped_late_handshake"] == 1
 
 
-def test_an_expired_handshake_is_declined() -> None:
+@pytest.mark.parametrize("expires", [WALL - 1, float("nan"), float("-inf")])
+def test_an_expired_handshake_is_declined(expires: float) -> None:
     """CASES 57."""
     rig = attached()
-    tell_p(rig, handshake(rig, expires=WALL - 1))
+    tell_p(rig, handshake(rig, expires=expires))
     assert [type(answer) for answer in answers(rig)] == [Failed, Quiesced]
 
 
@@ -680,7 +691,7 @@ def test_a_handshake_that_does_not_fit_fails_its_room_and_nothing_else(
     rig = attached()
     if not is_early:
         rig.expect(A)
-    tell_p(rig, handshake(rig, **change))
+    tell_p(rig, handshake(rig, A, **change))
     if is_early:
         rig.expect(A)
     failed, quiesced = answers(rig)[-2:]
@@ -809,15 +820,11 @@ def test_a_session_cannot_be_taken_over() -> None:
         ({"region": replace(attach().region, size=100)}, "larger than its memory"),
     ],
 )
-def test_what_can_never_work_is_refused_at_the_attach(
-    change: dict[str, object], text: str
-) -> None:
+def test_what_can_never_work_is_refused_at_the_attach(change: dict[str, object], text: str) -> None:
     """CASES 5."""
     rig = Rig()
     rig.p.receive(replace(attach(), **change), rig.now, WALL)  # type: ignore[arg-type]
-    (refused,) = [
-        effect.message for effect in rig.p.outbox if hasattr(effect, "message")
-    ]
+    (refused,) = [effect.message for effect in rig.p.outbox if hasattr(effect, "message")]
     assert text in str(refused)
 
 

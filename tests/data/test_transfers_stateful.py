@@ -51,9 +51,7 @@ class World:
             self.rig.expect(key, TOKENS)
 
     def decode_admits(self, first_block: int, _b: int) -> None:
-        over = {
-            (e.room, e.attempt) for e in self.rig.heard if isinstance(e, ReceiveFailed | Quiet)
-        }
+        over = {(e.room, e.attempt) for e in self.rig.heard if isinstance(e, ReceiveFailed | Quiet)}
         for ready in [e for e in self.rig.heard if isinstance(e, ReceiverReady)]:
             key = ready.room, ready.attempt
             if key in over or key in self.rig.books.kept or key not in self.rig.d.rooms:
@@ -237,7 +235,8 @@ class TwoPeers(RuleBasedStateMachine):
 
     @invariant()
     def a_terminal_state_is_never_left(self) -> None:
-        for room in [*self.rig.p.rooms.values(), *self.rig.d.rooms.values()]:
+        rooms: list[Sender | Receiver] = list(self.rig.p.rooms.values())
+        for room in rooms + list(self.rig.d.rooms.values()):
             before = self.over.get(id(room))
             assert before is None or before[1] is room.state
             if room.state in TERMINAL:

@@ -1,0 +1,345 @@
+"""Two real managers on loopback: sockets, threads and shared memory, but one process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+import socket
+import time
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import msgpack
+import pytest
+import zmq
+
+from pdrt.data.events import (
+    PromptStarted,
+    Quiet,
+    Received,
+    ReceiveFailed,
+    ReceiverReady,
+    SendEnded,
+    SenderReady,
+    SendFailed,
+)
+from pdrt.data.process import this_process
+from pdrt.data.transport.faulty import Fault
+from pdrt.data.wire import Wire
+from pdrt.errors import ConfigError, Unauthorized, Unavailable
+from pdrt.keys import ClusterKey
+from pdrt.messages import FROM_DECODE, Ping, Problem, Route, Source, encode
+from tests.data.managers import HASH, KEY, LAYOUT, SOURCE, Side, record, route_to, side
+
+
+class Pair(NamedTuple):
+    p: Side
+    d: Side
+
+    async def open(self, room: int, tokens: int = 40) -> None:
+        """Up to the point where prefill may compute."""
+        deadline = time.monotonic() + 60
+        self.p.manager.expect(room, 0, tokens, HASH, deadline)
+        self.d.manager.open_receiver(room, 0, SOURCE, deadline)
+        await self.d.until(ReceiverReady, room)
+
+    async def shake(self, room: int, blocks: list[int], slot: int = 0, tokens: int = 40) -> None:
+        await self.open(room, tokens)
+        deadline = time.monotonic() + 60
+        self.d.manager.admit(room, 0, blocks, 0, slot, tokens, HASH, deadline)
+        await self.p.until(SenderReady, room)
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def local_ip(request: pytest.FixtureRequest) -> str:
+    family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((request.param, 0))
+    except OSError:
+        pytest.skip(f"no {request.param} here")
+    return str(request.param)
+
+
+async def new_pair(local_ip: str = "127.0.0.1") -> Pair:
+    p = side("prefill", lambda _source: pytest.fail("prefill asks nobody"), local_ip=local_ip)
+    d = side("decode", lambda _source: route_to(p.endpoint, this_process()), local_ip=local_ip)
+    await p.start()
+    await d.start()
+    return Pair(p, d)
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    pair = await new_pair()
+    yield pair
+    await pair.d.stop()
+    await pair.p.stop()
+
+
+def fill(pair: Pair, block: int) -> bytes:
+    """Give a source block contents of its own."""
+    size = LAYOUT.block_bytes
+    data = bytes([block + 1]) * size
+    pair.p.manager.memory.pool_view[block * size : (block + 1) * size] = data
+    return data
+
+
+def landed(pair: Pair, block: int) -> bytes:
+    size = LAYOUT.block_bytes
+    return bytes(pair.d.manager.memory.pool_view[block * size : (block + 1) * size])
+
+
+async def test_blocks_and_first_token_arrive_over_ipv4_and_ipv6(local_ip: str) -> None:
+    pair = await new_pair(local_ip)
+    data = [fill(pair, block) for block in range(3)]
+    await pair.shake(1, [9, 4, 5])
+    pair.p.manager.started(1, 0)
+    pair.p.manager.send(1, 0, [0, 1], 0, None)
+    pair.p.manager.send(1, 0, [2], 2, record(1, 40))
+    received = await pair.d.until(Received, 1)
+    assert received.record == record(1, 40)
+    assert [landed(pair, block) for block in (9, 4, 5)] == data
+    assert (await pair.p.until(SendEnded, 1)).problem is None
+    assert pair.d.has(PromptStarted, 1)
+    for stats in (pair.p.manager.stats(), pair.d.manager.stats()):
+        assert (stats.rooms, stats.quarantined) == (0, 0)
+        assert list(stats.peers.values()) == ["alive"]
+    assert pair.p.manager.stats().counters["sent_bytes"] == 3 * LAYOUT.block_bytes + 64
+    await pair.d.stop()
+    await pair.p.stop()
+
+
+async def test_many_transfers_at_once_all_arrive(pair: Pair) -> None:
+    async def one(room: int) -> None:
+        blocks = [(3 * room + n) % 64 for n in range(3)]
+        await pair.shake(room, blocks, slot=room)
+        pair.p.manager.send(room, 0, [0, 1, 2], 0, record(room, 40))
+        await pair.d.until(Received, room)
+        await pair.p.until(SendEnded, room)
+
+    async with asyncio.TaskGroup() as group:
+        for room in range(16):
+            group.create_task(one(room))
+    assert pair.d.manager.stats().rooms == 0
+
+
+async def test_a_delayed_write_an_abort_and_the_reuse_of_its_blocks(pair: Pair) -> None:
+    """CASES 50: the delay is the test's to end; B is admitted only when A is quiet."""
+    for block in range(3):
+        fill(pair, block)
+    pair.p.faulty.next_writes(Fault.DELAY)
+    await pair.shake(1, [0, 1, 2])
+    pair.p.manager.send(1, 0, [0, 1, 2], 0, record(1, 40))
+    pair.d.manager.abort_receive(1, 0, "client_gone")
+    await pair.p.until(SendFailed, 1)
+    await pair.d.until(Quiet, 1)  # prefill took the held write back, and then said so
+    await pair.p.until(SendEnded, 1)
+    assert not any(landed(pair, 0))
+    data = [fill(pair, block) for block in (7, 8, 9)]
+    await pair.shake(2, [0, 1, 2])
+    pair.p.manager.send(2, 0, [7, 8, 9], 0, record(2, 40))
+    assert (await pair.d.until(Received, 2)).record.room == 2
+    pair.p.faulty.release(1)
+    assert [landed(pair, block) for block in range(3)] == data
+
+
+async def test_a_lost_completion_does_not_keep_the_answer_from_decode(pair: Pair) -> None:
+    """CASES 10."""
+    pair.p.faulty.next_writes(Fault.DROP)
+    await pair.shake(1, [0, 1, 2])
+    pair.p.manager.send(1, 0, [0, 1, 2], 0, record(1, 40))
+    await pair.d.until(Received, 1)
+    assert not pair.p.has(SendEnded, 1)
+    pair.p.manager.abort_send(1, 0, Problem(code="cancelled", message="the leg is closed"))
+    await pair.p.until(SendEnded, 1)
+    await pair.shake(2, [3, 4, 5])
+    pair.p.manager.send(2, 0, [0, 1, 2], 0, record(2, 40))
+    await pair.d.until(Received, 2)
+
+
+@pytest.mark.parametrize("fault", [Fault.TRUNCATE, Fault.CORRUPT])
+async def test_a_damaged_write_fails_and_may_be_tried_again(pair: Pair, fault: Fault) -> None:
+    pair.p.faulty.next_writes(fault)
+    await pair.shake(1, [0, 1, 2])
+    pair.p.manager.send(1, 0, [0, 1, 2], 0, record(1, 40))
+    failed = await pair.d.until(ReceiveFailed, 1)
+    assert (failed.problem.code, failed.retryable) == ("transfer_failed", True)
+    await pair.d.until(Quiet, 1)
+    assert not pair.d.has(Received, 1)
+
+
+@pytest.mark.parametrize("fault", [Fault.DUPLICATE, Fault.REORDER])
+async def test_doubled_and_reordered_ends_do_no_harm(pair: Pair, fault: Fault) -> None:
+    data = [fill(pair, block) for block in range(3)]
+    pair.p.faulty.next_writes(fault)
+    await pair.shake(1, [0, 1, 2])
+    pair.p.manager.send(1, 0, [0], 0, None)
+    pair.p.manager.send(1, 0, [1], 1, None)
+    pair.p.manager.send(1, 0, [2], 2, record(1, 40))
+    await pair.d.until(Received, 1)
+    assert [landed(pair, block) for block in range(3)] == data
+    await pair.p.until(SendEnded, 1)
+
+
+async def test_a_stopped_manager_does_not_disturb_the_next_one() -> None:
+    """Sockets, threads and descriptors are back at their baseline."""
+    await once_through()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        await once_through()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+async def once_through() -> None:
+    pair = await new_pair()
+    await pair.shake(1, [0, 1, 2])
+    await pair.d.stop()
+    await pair.p.stop()
+    del pair
+    gc.collect()
+
+
+# What a member of the cluster may send.
+
+JUNK = [
+    b"",
+    b"junk",
+    b"\xc1",
+    pickle.dumps({"op": "ping"}),
+    b"cos\n_exit\n(I9\ntR.",  # would end this process
+    msgpack.packb({"op": "nothing"}),
+    msgpack.packb({"op": "ping", "session": 5, "number": "x"}),
+    msgpack.packb(["ping"]),
+    msgpack.packb({"op": "handshake", "room": -1}),
+    msgpack.packb({"op": "attach", "session": "s", "endpoint": "e", "region": {}}),
+    b"\x91" * 5000,
+    b"\xdd\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+    os.urandom(4096),
+]
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+async def test_junk_and_pickle_bombs_from_a_member_are_counted_and_dropped(
+    pair: Pair, role: str
+) -> None:
+    victim = pair.p if role == "p" else pair.d
+    for junk in JUNK:
+        victim.manager.hear(junk)
+    assert victim.manager.stats().counters["dropped_bad_message"] == len(JUNK)
+    await pair.shake(1, [0, 1, 2])  # and it serves on
+
+
+async def test_junk_through_the_socket_does_not_stop_the_service(pair: Pair) -> None:
+    wire = Wire(KEY, "127.0.0.1")
+    wire.start()
+    for junk in JUNK:
+        assert wire.send(pair.p.endpoint, junk)
+    wire.send(pair.p.endpoint, encode(FROM_DECODE, Ping(session="ghost", number=1)))
+    while pair.p.manager.stats().counters.get("dropped_unknown_session", 0) < 1:
+        await asyncio.sleep(0)
+    assert pair.p.manager.stats().counters["dropped_bad_message"] == len(JUNK)
+    await pair.shake(1, [0, 1, 2])
+    wire.close()
+
+
+@pytest.mark.parametrize("endpoint", ["", "junk", "ipc:///tmp/x", "tcp://name:1", "tcp://1.2.3.4"])
+async def test_a_peer_cannot_make_us_connect_to_what_is_no_address(endpoint: str) -> None:
+    wire = Wire(KEY, "127.0.0.1")
+    assert not wire.send(endpoint, b"x")
+    wire.close()
+
+
+# Who is no member.
+
+
+async def test_strangers_do_not_get_a_byte_through(pair: Pair) -> None:
+    """Neither without CURVE, nor with another cluster's key; members still do."""
+    context = zmq.Context()
+    plain = context.socket(zmq.PUSH)
+    plain.linger = 0
+    plain.connect(pair.p.endpoint)
+    plain.send(pickle.dumps("bomb"), zmq.NOBLOCK)
+    stranger = Wire(ClusterKey(b"another cluster's key"), "127.0.0.1")
+    stranger.send(pair.p.endpoint, encode(FROM_DECODE, Ping(session="x", number=1)))
+    with socket.create_connection(("127.0.0.1", int(pair.p.endpoint.rpartition(":")[2]))) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(2000))
+        await pair.shake(1, [0, 1, 2])
+    counters = pair.p.manager.stats().counters
+    assert not [name for name in counters if name.startswith("dropped")]
+    plain.close()
+    context.term()
+    stranger.close()
+
+
+# The shell itself.
+
+
+async def test_a_dead_listener_ends_the_manager() -> None:
+    """CASES 102: the worker sees it and ends; its supervisor starts another."""
+    pair = await new_pair()
+    await pair.shake(1, [0, 1, 2])
+    pair.p.manager._wire._pull.close(linger=0)  # noqa: SLF001 - the fault to rehearse
+    assert pair.p.task is not None
+    with pytest.raises(ExceptionGroup):
+        await pair.p.task
+    await pair.d.stop()
+    await pair.p.stop()
+
+
+async def test_a_dead_transport_ends_the_manager() -> None:
+    pair = await new_pair()
+    await pair.shake(1, [0, 1, 2])
+    await pair.p.manager.transport.close()
+    assert pair.p.task is not None
+    with pytest.raises(ExceptionGroup):
+        await pair.p.task
+    await pair.d.stop()
+    await pair.p.stop()
+
+
+async def test_an_address_that_is_not_ours_is_a_start_up_error() -> None:
+    wire = Wire(KEY, "192.0.2.1")
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+        wire.start()
+    wire.close()
+
+
+async def test_a_bootstrap_server_that_comes_up_late_is_asked_again() -> None:
+    """CASES 6: and each server is asked once for all requests that wait."""
+    asked = 0
+    p = side("prefill", lambda _source: pytest.fail("prefill asks nobody"))
+    await p.start()
+
+    def late(_source: Source) -> Route:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise Unavailable("not yet")
+        return route_to(p.endpoint, this_process())
+
+    d = side("decode", late)
+    await d.start()
+    for room in range(5):
+        d.manager.open_receiver(room, 0, SOURCE, time.monotonic() + 60)
+    for room in range(5):
+        await d.until(ReceiverReady, room)
+    assert asked == 3
+    await d.stop()
+    await p.stop()
+
+
+async def test_a_bootstrap_server_that_refuses_fails_the_attempt_at_once() -> None:
+    def refuse(_source: Source) -> Route:
+        raise Unauthorized("wrong key")
+
+    d = side("decode", refuse)
+    await d.start()
+    d.manager.open_receiver(1, 0, SOURCE, time.monotonic() + 60)
+    failed = await d.until(ReceiveFailed, 1)
+    assert (failed.problem.code, failed.problem.stage) == ("unauthorized", "bootstrap")
+    assert not failed.retryable
+    await d.stop()
