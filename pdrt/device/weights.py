@@ -39,7 +39,11 @@ class Checkpoint:
         self._total = sum(path.stat().st_size for path in paths)
         self._done = 0
         handles = {path: _open(path) for path in paths}
-        self._home = {name: handle for handle in handles.values() for name in handle.keys()}  # noqa: SIM118
+        self._home = {
+            name: handle
+            for handle in handles.values()
+            for name in handle.keys()  # noqa: SIM118 - a handle is no mapping
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self._home
