@@ -36,7 +36,7 @@ def settings() -> str:
     lines = [
         "# Settings",
         "",
-        "Printed by `./run docs` from `pdrt/config.py`. A setting is a key in a TOML file, or",
+        "Printed by `./run docs` from the settings in the code. One is a key in a TOML file, or",
         "`PDRT_<TABLE>_<KEY>` in the environment, which wins. Unknown keys are refused.",
     ]
     for title, kind in (("Nodes", NodeConfig), ("Router", RouterConfig)):
