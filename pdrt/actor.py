@@ -60,6 +60,10 @@ class Actor(Generic[M]):
             self._asked.add(message.reply)
             message.reply.add_done_callback(self._asked.discard)
 
+    def rest(self) -> list[M]:
+        """Take what waits, unread: for whoever winds the actor up."""
+        return [self._box.get_nowait() for _ in range(self._box.qsize())]
+
     async def on(self, message: M) -> None:
         """Deal with one message; an Ask may be kept and answered later."""
         raise NotImplementedError

@@ -1,12 +1,11 @@
 """The typed pair of sockets between a supervisor and one life of a device worker.
 
-The promise: `tell` never waits and keeps order; what arrives is a message or is counted and
+An actor whose mailbox is what is still to be sent. What arrives is a message, or is counted and
 dropped. The endpoint lies in a private directory, so whoever is there is one of us.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Generic, TypeVar
 
@@ -15,14 +14,15 @@ import zmq.asyncio
 from pydantic import TypeAdapter
 
 from pdrt import messages
-from pdrt.errors import BadMessage, Overloaded
+from pdrt.actor import Actor
+from pdrt.errors import BadMessage
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
 
-class Link(Generic[In, Out]):
-    """One end. `run` writes, `listen` reads; each has one user."""
+class Link(Actor[Out], Generic[In, Out]):
+    """One end: `tell` it what to send, `run` it to have that sent, `listen` to the other end."""
 
     def __init__(
         self,
@@ -31,11 +31,11 @@ class Link(Generic[In, Out]):
         outgoing: TypeAdapter[Out],
         depth: int = 16384,
     ) -> None:
+        super().__init__("link", depth)
         self._socket = context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
         self._incoming, self._outgoing = incoming, outgoing
-        self._queue: asyncio.Queue[bytes] = asyncio.Queue(depth)
         self.dropped = 0  # frames that were no message
 
     def bind(self, endpoint: str) -> None:
@@ -44,23 +44,13 @@ class Link(Generic[In, Out]):
     def connect(self, endpoint: str) -> None:
         self._socket.connect(endpoint)
 
-    def tell(self, message: Out) -> None:
-        """Queue a message. Raises Overloaded when the other end does not read."""
-        try:
-            self._queue.put_nowait(messages.encode(self._outgoing, message))
-        except asyncio.QueueFull:
-            raise Overloaded(f"{self._queue.qsize()} messages wait for the other end") from None
-
-    async def run(self) -> None:
-        """Write what was told, in order, until cancelled."""
-        while True:
-            await self._socket.send(await self._queue.get())
+    async def on(self, message: Out) -> None:
+        await self._socket.send(messages.encode(self._outgoing, message))
 
     async def send_last(self, message: Out) -> None:
-        """Hand over what is queued and then this; for an end at which `run` has stopped."""
-        while not self._queue.empty():
-            await self._socket.send(self._queue.get_nowait())
-        await self._socket.send(messages.encode(self._outgoing, message))
+        """Hand over what waits and then this, at an end where `run` has stopped."""
+        for waiting in (*self.rest(), message):
+            await self.on(waiting)
 
     async def listen(self) -> AsyncIterator[In]:
         """Messages as they come, until cancelled."""
@@ -69,7 +59,7 @@ class Link(Generic[In, Out]):
             if message is not None:
                 yield message
 
-    async def rest(self) -> list[In]:
+    async def unread(self) -> list[In]:
         """What lies here unread after the other end is gone."""
         found = []
         while await self._socket.poll(0):

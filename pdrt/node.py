@@ -1,8 +1,8 @@
 """The supervisor of a node: one event loop that owns the workers, the API and the registrations.
 
-Actors run in one TaskGroup: a handle for each device worker, the HTTP API with its dispatcher,
-the bootstrap server (prefill) and the heartbeat. The node's life is a table; everything that
-moves it comes through `_step`.
+An actor among actors: a handle for each device worker, the HTTP API with its dispatcher, and
+what its role's side brings (bootstrap server, heartbeat). All that they say comes into one
+mailbox, and the node's life is a table that only `_step` moves.
 """
 
 from __future__ import annotations
@@ -14,31 +14,22 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 import setproctitle
 import structlog
 import uvloop
-from aiohttp import ClientSession
 from prometheus_client import CollectorRegistry
 
 from pdrt import messages, telemetry
+from pdrt.actor import Actor
 from pdrt.config import DisaggConfig, NodeConfig, Place, Role, bracketed, is_loopback
 from pdrt.control.api import make_app
-from pdrt.control.bootstrap import BootstrapState, Sizes, bootstrap_app
-from pdrt.control.bootstrap import Limits as BootstrapLimits
 from pdrt.control.dispatch import DPDispatcher
-from pdrt.control.figures import WorkerFigures, load_of, worker_status
-from pdrt.control.heartbeat import (
-    Callers,
-    Heartbeat,
-    News,
-    Time,
-    Timing,
-    Watched,
-    bootstrap_probe,
-)
+from pdrt.control.figures import WorkerFigures, load_of, worker_health, worker_status
+from pdrt.control.heartbeat import News
 from pdrt.control.http import Json, listen
 from pdrt.control.leader import Leader, Limits
 from pdrt.control.lives import (
@@ -52,25 +43,59 @@ from pdrt.control.lives import (
     NodeState,
     WorkerGone,
 )
-from pdrt.control.reprefill import Reprefill
 from pdrt.control.selftest import self_test
+from pdrt.control.sides import make_side
 from pdrt.control.text import TextPool, open_text
 from pdrt.control.worker_handle import Lost, WorkerHandle
 from pdrt.data.peer import Health
 from pdrt.errors import ConfigError, PdrtError
 from pdrt.keys import ClusterKey
-from pdrt.messages import FromWorker, Rank, Ready, Submit, ToWorker
+from pdrt.messages import FromWorker, Rank, Ready, ToWorker
 from pdrt.modelspec import ModelSpec
 from pdrt.spawn import WorkerSpec
 
 _TICK_S: Final = 0.05
+_MAILS: Final = 65536
+_CLOSE_S: Final = 1.0  # for answers that are still open when the node has drained
+_OVER: Final = (NodeState.DRAINING, NodeState.STOPPED, NodeState.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A worker said this, or its process ended."""
+
+    handle: WorkerHandle
+    message: FromWorker | Lost
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed: look whether what the node waits for has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainWanted:
+    """Asked for by a signal or an operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraceOver:
+    """The drain has lasted long enough, or somebody is in a hurry."""
+
+
+@dataclass(frozen=True, slots=True)
+class TooLate:
+    """The start-up deadline passed."""
+
+
+Mail: TypeAlias = Said | Tick | DrainWanted | GraceOver | TooLate
 
 
 class Lane:
-    """A worker as the dispatcher sees it: what it is told is noted on the way."""
+    """A worker as the dispatcher sees it: what it is told, its role's side hears too."""
 
-    def __init__(self, handle: WorkerHandle, node: Node) -> None:
-        self._handle, self._node = handle, node
+    def __init__(self, handle: WorkerHandle, told: Callable[[ToWorker], None]) -> None:
+        self._handle, self._told = handle, told
 
     @property
     def rank(self) -> Rank:
@@ -82,18 +107,18 @@ class Lane:
 
     def tell(self, message: ToWorker) -> None:
         self._handle.tell(message)
-        self._node.told(message)
+        self._told(message)
 
 
-class Node:
-    """`run` is its life, from binding to the exit status."""
+class Node(Actor[Mail]):
+    """`live` is its life, from binding to the exit status."""
 
     def __init__(self, role: Role, config: NodeConfig, place: Place, key: ClusterKey) -> None:
+        super().__init__(f"node {role}", _MAILS)
         self.role, self.config, self.key = role, config, key
         self.disagg = DisaggConfig.derive(role, config, place)
         self.spec = ModelSpec.read(config.model.path, config.model.max_model_len)
         self.model = config.model.name or Path(config.model.path).name
-        self.epoch = time.time_ns()
         self.state = NodeState.STARTING
         self.reason = ""
         self.fault_at = 0.0  # wall clock
@@ -101,31 +126,28 @@ class Node:
         self.turned_at = time.monotonic()
         self._log = structlog.get_logger()
         self._told_loading: dict[int, tuple[str, int]] = {}  # by dp rank
-        self._over = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._stopped = asyncio.Event()
         self._tasks: asyncio.TaskGroup
-        self._url = ""
+        self._grace: asyncio.Task[None] | None = None  # runs while the node drains
         self._folder = Path(tempfile.mkdtemp(prefix="pdrt-node-"))  # mode 0700: sockets
+        self.side = make_side(role, config, self.disagg, key, self._news, time.time_ns())
         self.handles = [
             WorkerHandle(Rank(dp=dp), self._maker(dp), self._folder, self._heard, time.monotonic)
             for dp in range(config.parallel.dp)
         ]
-        self.dispatcher = DPDispatcher([Lane(h, self) for h in self.handles], time.monotonic)
-        self._bootstrap: BootstrapState | None = None
-        self._heartbeat: Heartbeat | None = None
-        self._reprefill: Reprefill | None = None
+        lanes = [Lane(handle, self.side.told) for handle in self.handles]
+        self.dispatcher = DPDispatcher(lanes, time.monotonic)
 
-    async def run(self) -> int:
+    async def live(self) -> int:
         """The exit status. Raises ConfigError when it cannot even begin."""
         try:
             async with AsyncExitStack() as stack:
-                session = await stack.enter_async_context(ClientSession())
-                await self._bind(stack, session)
+                await self._bind(stack)
                 self._step(Bound())
                 self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
-                living = [self._tasks.create_task(c) for c in self._actors(session)]
+                living = [self._tasks.create_task(actor) for actor in self._actors()]
                 self._listen_to_signals()
-                await self._over.wait()
+                await self._stopped.wait()
                 for task in living:
                     task.cancel()
         finally:
@@ -137,52 +159,21 @@ class Node:
 
     # Beginning.
 
-    async def _bind(self, stack: AsyncExitStack, session: ClientSession) -> None:
+    async def _bind(self, stack: AsyncExitStack) -> None:
         """Every address is taken before any worker is started."""
         host, ports = self.disagg.local_ip, self.config.ports
         port = {"prefill": ports.prefill, "decode": ports.decode, "hybrid": ports.hybrid}[self.role]
-        grace_s = 1.0  # after the drain nothing should be left
-        runner, port = await listen(make_app(self._leader()), host, port, grace_s)
+        runner, port = await listen(make_app(self._leader()), host, port, _CLOSE_S)
         stack.push_async_callback(runner.cleanup)
-        self._url = f"http://{bracketed(host)}:{port}"
-        timeouts = self.config.timeouts
-        timing = Timing(timeouts.heartbeat_s, timeouts.heartbeat_timeout_s)
-        if self.role == "prefill":
-            await self._bind_bootstrap(stack, timing)
-        elif self.role == "decode":
-            caller = f"{self._url} {self.epoch}"
-            probe = bootstrap_probe(session, self.key, timing.timeout_s, caller)
-            self._heartbeat = Heartbeat(probe, self._news, timing, Time(time.monotonic))
-            self._reprefill = Reprefill(
-                session, self.key, timeouts.connect_s, time.monotonic, time.time
-            )
-        self._log.info("listening", url=self._url, role=self.role, model=self.model)
+        url = f"http://{bracketed(host)}:{port}"
+        await self.side.bind(stack, url)
+        if self.side.bootstrap is not None:
+            self.disagg = self.disagg.model_copy(update={"bootstrap_port": self.side.bootstrap[1]})
+        self._log.info("listening", url=url, role=self.role, model=self.model)
 
-    async def _bind_bootstrap(self, stack: AsyncExitStack, timing: Timing) -> None:
-        parallel, host = self.config.parallel, self.disagg.local_ip
-        state = BootstrapState(
-            Sizes(parallel.tp, parallel.cp, parallel.dp),
-            self.epoch,
-            host,
-            BootstrapLimits(lease_s=self.config.timeouts.lease_s),
-            http=self._url,
-        )
-        self._callers = Callers(self._news, timing, Time(time.monotonic))
-        app = bootstrap_app(state, self.key, time.monotonic, self._callers.heard)
-        runner, port = await listen(app, host, self.disagg.bootstrap_port, 1.0)
-        stack.push_async_callback(runner.cleanup)
-        self.disagg = self.disagg.model_copy(update={"bootstrap_port": port})
-        self._bootstrap = state
-
-    def _actors(self, session: ClientSession) -> list[Coroutine[None, None, None]]:
-        actors = [handle.run() for handle in self.handles]
-        actors.append(self._tick())
-        actors.append(self._startup_deadline())
-        if self._heartbeat is not None:
-            actors.append(self._heartbeat.run())
-        if self._bootstrap is not None:
-            actors.append(self._callers.run())
-        return actors
+    def _actors(self) -> list[Coroutine[Any, Any, None]]:
+        own = [self.run(), self._tick(), self._after(self.config.timeouts.startup_s, TooLate())]
+        return [*(handle.run() for handle in self.handles), *self.side.actors(), *own]
 
     def _leader(self) -> Leader:
         registry = CollectorRegistry()
@@ -207,7 +198,7 @@ class Node:
             health=self.health,
             stalled_s=lambda: time.monotonic() - self.turned_at,
             served=self._served,
-            drain=self.drain,
+            drain=self._drain,
             api_keys=security.api_keys,
         )
 
@@ -228,31 +219,54 @@ class Node:
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
+            loop.add_signal_handler(number, self.tell, DrainWanted())
 
-    def _signalled(self) -> None:
-        if self.state is NodeState.DRAINING:
-            self._hurry.set()
-        self.drain()
-
-    # What is heard.
+    # What comes in.
 
     def _heard(self, handle: WorkerHandle, message: FromWorker | Lost) -> None:
+        self.tell(Said(handle, message))
+
+    def _news(self, news: News) -> None:
+        is_bad = news.health in (Health.SUSPECT, Health.DEAD)
+        log = self._log.warning if is_bad else self._log.info
+        log("peer", peer=news.peer, health=str(news.health), reason=news.reason)
+
+    async def on(self, message: Mail) -> None:
         match message:
+            case Said(handle, said):
+                self._said(handle, said)
+            case Tick():
+                self._look()
+            case DrainWanted():
+                if self.state is NodeState.DRAINING:
+                    self.tell(GraceOver())  # asked twice: somebody is in a hurry
+                self._drain()
+            case GraceOver():
+                if self.state is NodeState.DRAINING:
+                    self._log.warning("drain_cut_short", rooms=self.dispatcher.load().rooms)
+                    self._end(Drained())
+            case TooLate():
+                if self.state in (NodeState.LOADING, NodeState.REGISTERING) and not self.fault_at:
+                    within = f"{self.config.timeouts.startup_s:g} s"
+                    self._give_up(f"not ready after {within}: {self.why_not_ready()}")
+
+    def _said(self, handle: WorkerHandle, said: FromWorker | Lost) -> None:
+        match said:
             case messages.Outputs(items=items):
-                self.dispatcher.deliver(handle.rank.dp, message)
-                self._forget_ended(items)
+                self.dispatcher.deliver(handle.rank.dp, said)
+                for item in items:
+                    if item.finish or item.problem:
+                        self.side.ended(item.room)
             case messages.AskPrefill():
-                self._tasks.create_task(self._ask_prefill(handle, message))
+                self._tasks.create_task(self._prefill_again(handle, said))
             case messages.Loading():
-                self._tell_loading(handle, message)
+                self._tell_loading(handle, said)
             case messages.Ready(blocks=blocks, endpoint=endpoint):
-                self._log.info(
-                    "worker_ready", worker=str(handle.rank), blocks=blocks, endpoint=endpoint
-                )
+                rank = str(handle.rank)
+                self._log.info("worker_ready", worker=rank, blocks=blocks, endpoint=endpoint)
                 self._look()
             case Lost():
-                self._lost(handle, message)
+                self._lost(handle, said)
             case messages.Stats() | messages.Fatal():
                 pass
 
@@ -272,41 +286,18 @@ class Node:
     def _lost(self, handle: WorkerHandle, lost: Lost) -> None:
         self.fault_at, self.served_since_fault = time.time(), False
         self.dispatcher.worker_lost(handle.rank.dp, lost.problem)
-        if self._bootstrap is not None:
-            self._bootstrap.withdraw(handle.rank)
+        self.side.lost(handle.rank)
         self._step(WorkerGone())
         if lost.final:
             self._give_up(f"worker {handle.rank} died too often: {lost.problem.message}")
 
-    def _forget_ended(self, items: tuple[messages.Output, ...]) -> None:
-        if self._reprefill is not None:
-            for item in items:
-                if item.finish or item.problem:
-                    self._reprefill.over(item.room)
-
-    def told(self, message: ToWorker) -> None:
-        """A worker was told this: remember what a retraction will need, watch whom it names."""
-        if self._reprefill is not None:
-            self._reprefill.heard(message)
-        if self._heartbeat is not None and isinstance(message, Submit | messages.Rebind):
-            source = message.source
-            if source is not None:
-                self._heartbeat.watch(source.host, source.port)
-
-    async def _ask_prefill(self, handle: WorkerHandle, wanted: messages.AskPrefill) -> None:
-        assert self._reprefill is not None
+    async def _prefill_again(self, handle: WorkerHandle, wanted: messages.AskPrefill) -> None:
         try:
-            await self._reprefill.ask(wanted)
+            await self.side.prefill_again(wanted)
         except PdrtError as error:
             self._log.warning("reprefill_failed", room=wanted.room, reason=str(error))
             if handle.ready is not None:
                 handle.tell(messages.ResumeLocally(room=wanted.room))
-
-    def _news(self, news: News) -> None:
-        level = "warning" if news.health in (Health.SUSPECT, Health.DEAD) else "info"
-        getattr(self._log, level)(
-            "peer", peer=news.peer, health=str(news.health), reason=news.reason
-        )
 
     # Life.
 
@@ -318,75 +309,49 @@ class Node:
 
     def _look(self) -> None:
         """Move on when what the node waits for has come."""
+        self.dispatcher.catch_up()
         if self.state is NodeState.LOADING and all(h.ready is not None for h in self.handles):
             self._step(AllLoaded())
-        if self.state is NodeState.REGISTERING and self._is_registered():
+        if self.state is NodeState.REGISTERING and not self.side.missing():
             self._step(AllRegistered())
             if self.role == "hybrid":
                 self._tasks.create_task(self._self_test())
         if self.state is NodeState.DRAINING and not self.dispatcher.load().rooms:
-            self._tasks.create_task(self._finish())
-
-    def _is_registered(self) -> bool:
-        return self._bootstrap is None or self._bootstrap.is_ready(time.monotonic())
+            self._end(Drained())
 
     async def _tick(self) -> NoReturn:
-        """The loop turns; and nothing that the node waits for is missed."""
         while True:
             self.turned_at = time.monotonic()
-            self.dispatcher.catch_up()
-            self._look()
+            self.tell(Tick())
             await asyncio.sleep(_TICK_S)
 
-    async def _startup_deadline(self) -> None:
-        await asyncio.sleep(self.config.timeouts.startup_s)
-        if self.state in (NodeState.LOADING, NodeState.REGISTERING) and not self.fault_at:
-            why = self.why_not_ready()
-            self._give_up(f"not ready after {self.config.timeouts.startup_s:g} s: {why}")
+    async def _after(self, seconds: float, mail: Mail) -> None:
+        await asyncio.sleep(seconds)
+        self.tell(mail)
 
-    def drain(self) -> None:
+    def _drain(self) -> None:
         """No new work; end when what is running has finished, or when the grace is over."""
-        if self.state in (NodeState.DRAINING, NodeState.STOPPED, NodeState.FAILED):
+        if self.state in _OVER:
             return
         self._step(DrainAsked())
         self.dispatcher.drain()
-        self._tasks.create_task(self._drain_deadline())
-        self._look()
-
-    async def _drain_deadline(self) -> None:
-        try:
-            async with asyncio.timeout(self.config.timeouts.drain_s):
-                await self._hurry.wait()
-        except TimeoutError:
-            self._log.warning("drain_grace_over", rooms=self.dispatcher.load().rooms)
-        await self._finish()
-
-    async def _finish(self) -> None:
-        if self.state is not NodeState.DRAINING:
-            return
-        self._step(Drained())
-        await self._end()
+        self._grace = self._tasks.create_task(
+            self._after(self.config.timeouts.drain_s, GraceOver())
+        )
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
-        self._step(GaveUp(reason))
-        self._tasks.create_task(self._end())
+        self._end(GaveUp(reason))
 
-    async def _end(self) -> None:
+    def _end(self, event: Drained | GaveUp) -> None:
+        self._step(event)
+        if self._grace is not None:
+            self._grace.cancel()
+        self._tasks.create_task(self._stop_workers())
+
+    async def _stop_workers(self) -> None:
         await asyncio.gather(*(handle.stop() for handle in self.handles))
-        self._hurry.set()  # nobody waits out the grace any more
-        self._over.set()
-
-    # What is shown.
-
-    def _pool_tokens(self) -> int:
-        """Tokens that the smallest ready pool holds; 0 while none is known."""
-        return min(
-            (r.blocks * r.layout.block_size for h in self.handles if (r := h.ready)), default=0
-        )
-
-    def _served(self) -> None:
-        self.served_since_fault = True
+        self._stopped.set()
 
     async def _self_test(self) -> None:
         if reason := await self_test(self.dispatcher, [h.rank.dp for h in self.handles]):
@@ -394,12 +359,21 @@ class Node:
         else:
             self._served()
 
+    # What is shown.
+
+    def _pool_tokens(self) -> int:
+        """Tokens that the smallest ready pool holds; 0 while none is known."""
+        ready = [handle.ready for handle in self.handles if handle.ready is not None]
+        return min((r.blocks * r.layout.block_size for r in ready), default=0)
+
+    def _served(self) -> None:
+        self.served_since_fault = True
+
     def why_not_ready(self) -> str:
         """What keeps a request from succeeding, or nothing."""
         if self.state is not NodeState.READY:
-            missing = self._bootstrap.missing(time.monotonic()) if self._bootstrap else []
             states = [f"worker {h.rank} is {h.state}" for h in self.handles if h.ready is None]
-            return "; ".join([f"the node is {self.state}", *states, *missing])
+            return "; ".join([f"the node is {self.state}", *states, *self.side.missing()])
         if not self.served_since_fault:
             return "no request has succeeded since the start or the last fault"
         return ""
@@ -408,33 +382,19 @@ class Node:
         return {
             "role": self.role,
             "state": str(self.state),
-            "workers": [
-                {
-                    "rank": str(h.rank),
-                    "state": str(h.state),
-                    "lives": h.lives,
-                    "last_problem": h.last_problem.message if h.last_problem else None,
-                }
-                for h in self.handles
-            ],
-            "peers": {p.name: f"{p.health}: {p.reason}".rstrip(": ") for p in self._peers()},
+            "workers": [worker_health(handle) for handle in self.handles],
+            "peers": {p.name: f"{p.health}: {p.reason}".rstrip(": ") for p in self.side.peers()},
         }
 
-    def _peers(self) -> list[Watched]:
-        if self._heartbeat is not None:
-            return self._heartbeat.peers()
-        return self._callers.peers() if self._bootstrap is not None else []
-
     def status(self) -> Json:
-        now = time.monotonic()
-        epoch = self._bootstrap.instance_epoch if self._bootstrap else self.epoch
+        now, bootstrap = time.monotonic(), self.side.bootstrap
         return {
             "role": self.role,
             "state": str(self.state),
             "model": self.model,
-            "instance_epoch": epoch,
-            "bootstrap_host": self.disagg.bootstrap_host if self._bootstrap else None,
-            "bootstrap_port": self.disagg.bootstrap_port if self._bootstrap else None,
+            "instance_epoch": self.side.epoch,
+            "bootstrap_host": bootstrap[0] if bootstrap else None,
+            "bootstrap_port": bootstrap[1] if bootstrap else None,
             "dp_size": self.config.parallel.dp,
             "ready_ranks": [h.rank.dp for h in self.handles if h.ready is not None],
             "max_model_len": self.spec.max_model_len,
@@ -476,7 +436,7 @@ def main(role: Role, config: NodeConfig, node_index: int = 0) -> int:
     setproctitle.setproctitle(f"pdrt node {role}")
 
     async def live() -> int:
-        return await Node(role, config, place, key).run()
+        return await Node(role, config, place, key).live()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(live())

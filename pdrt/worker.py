@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Final, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import setproctitle
@@ -103,7 +105,9 @@ class Worker:
         spec = ModelSpec.read(self._config.model.path, self._config.model.max_model_len)
         layout, scheduler = self._runner.layout, self._config.scheduler
         blocks = pool_blocks(scheduler, layout, spec.max_model_len, host_bytes())
+        self._tell_loading("kv pool", 0, 1)
         memory = await asyncio.to_thread(PoolMemory, layout, blocks, self._config.transfer.slots)
+        self._tell_loading("kv pool", 1, 1)
         self._runner.bind(memory.pool_view, blocks)
         self._sched = self._scheduler(blocks)
         async with asyncio.TaskGroup() as tasks:
@@ -301,8 +305,10 @@ class Worker:
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         """Called in the device thread while the model loads."""
-        loading = messages.Loading(stage=stage, done=done, total=total)
-        self._loop.call_soon_threadsafe(self._link.tell, loading)
+        self._loop.call_soon_threadsafe(self._tell_loading, stage, done, total)
+
+    def _tell_loading(self, stage: str, done: int, total: int) -> None:
+        self._link.tell(messages.Loading(stage=stage, done=done, total=total))
 
     async def _report(self) -> NoReturn:
         """Figures every second, and a status line while there is work."""
@@ -377,7 +383,8 @@ async def serve(spec: WorkerSpec) -> int:
     )
     link.connect(spec.endpoint)
     worker = Worker(spec, link)
-    asyncio.get_running_loop().add_reader(0, _orphaned)
+    folder = Path(spec.endpoint.removeprefix("ipc://")).parent
+    asyncio.get_running_loop().add_reader(0, _orphaned, folder)
     try:
         await worker.run()
     except ExceptionGroup as group:  # the shell: whatever it was, it is told, and we end
@@ -400,9 +407,13 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
-def _orphaned() -> None:
-    """Our supervisor's end of the pipe is closed: it is dead, and nobody wants our answers."""
+def _orphaned(folder: Path) -> None:
+    """Our supervisor's end of the pipe is closed: it is dead, and nobody wants our answers.
+
+    Its folder of sockets, which it could not remove, goes too.
+    """
     if not os.read(0, 4096):
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
 

@@ -65,6 +65,16 @@ def worker_status(worker: Told, now: float) -> Json:
     }
 
 
+def worker_health(worker: Told) -> Json:
+    """One worker in /health."""
+    return {
+        "rank": str(worker.rank),
+        "state": str(worker.state),
+        "lives": worker.lives,
+        "last_problem": worker.last_problem.message if worker.last_problem else None,
+    }
+
+
 def load_of(workers: Sequence[Told]) -> Json:
     """The sums that the router balances by and `pdrt up` shows."""
     stats = [worker.stats for worker in workers if worker.ready is not None]

@@ -152,7 +152,7 @@ class WorkerHandle:
                 code = await process.wait()
                 for task in talking:
                     task.cancel()
-            for message in await link.rest():
+            for message in await link.unread():
                 self._hear(message)
             if self._last_words:
                 return self._last_words[-1]
