@@ -264,7 +264,9 @@ class DecodeWorld(Answers):
 
     def is_current(self, key: tuple[int, int]) -> bool:
         request = self.rig.book.rooms.get(key[0])
-        return request is not None and request.attempt == key[1] and bool(request.blocks)
+        if request is None or request.attempt != key[1]:
+            return False
+        return request.state is State.TRANSFERRING  # it may be computed here meanwhile
 
     @precondition(lambda self: self.rig.effects or self.writers)
     @rule(pick=picks, twice=st.booleans())
