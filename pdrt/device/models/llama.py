@@ -53,8 +53,7 @@ class Llama:
             qkv = qkv.view(-1, turned + spec.kv_heads, spec.head_dim)
             qk, kv = qkv[:, :turned], qkv[:, heads:]
             if layer.qk_norm is not None:
-                normed = F.rms_norm(qk, (spec.head_dim,), None, spec.rms_norm_eps)
-                torch.mul(normed, layer.qk_norm, out=qk)
+                qk.copy_(rms_norm(qk, layer.qk_norm, spec.rms_norm_eps))
             rotate_(qk, cos, sin)
             pool.write(number, wave.cells, kv)
             x.add_(layer.out(wave.attend(number, qkv[:, :heads], kv, pool)))
@@ -67,12 +66,19 @@ class Llama:
         return self._head(self._normed(hidden, self._norm)).float()
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.spec.hidden,), weight, self.spec.rms_norm_eps)
+        return rms_norm(x, weight, self.spec.rms_norm_eps)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = (positions.float().unsqueeze(1) * self._frequency).unsqueeze(1)
         dtype, scale = self._embedding.dtype, self._rope_scale
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In float32 whatever x is, as transformers does; torch's own is slow for many rows."""
+    wide = x.float()
+    scale = (wide * wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
 
 
 def load(spec: ModelSpec, weights: Checkpoint, dtype: torch.dtype, device: str) -> Llama:
