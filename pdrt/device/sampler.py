@@ -23,7 +23,8 @@ FIRST_LOOK = 256  # the likeliest tokens that top_p looks at before it sorts the
 def draw(logits: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
     """(token, log-probability) for each row of float32 logits [rows, vocab] on the CPU.
 
-    The log-probability is that of the logits as they came, whatever was done to them since.
+    The log-probability is that of the logits as they came, whatever was done to them since. It
+    is NaN exactly where they were not numbers (broken KV): that token means nothing.
     """
     raw = logits
     penalised = [i for i, d in enumerate(draws) if _has_penalty(d.sampling)]
@@ -80,7 +81,8 @@ def at_chance(weights: Tensor, chance: Tensor) -> Tensor:
     heaps = weights.cumsum(dim=-1, dtype=torch.float64)
     total = heaps[:, -1:]
     below = torch.minimum(chance * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(heaps, below, right=True).squeeze(1)
+    found = torch.searchsorted(heaps, below, right=True).squeeze(1)
+    return found.clamp_(max=weights.shape[1] - 1)  # a row of NaN has no place for it
 
 
 def cut_(weights: Tensor, s: Sampling) -> None:

@@ -209,3 +209,21 @@ def test_a_resumed_request_draws_what_it_would_have_drawn() -> None:
     )
     assert first == again
     assert len({token for token, _ in other}) > 5
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("warm", [0.0, 1.0])
+def test_logits_that_are_no_numbers_show_in_the_logprob_and_hurt_nobody_else(
+    broken: float, warm: float
+) -> None:
+    """What a corrupted block may lead to must not end the step of a whole batch."""
+    logits = random_logits(3, 2)
+    s = Sampling(temperature=warm, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.2, seed=4)
+    requests = [plain(s, [5, 6])] * 3
+    whole = sampler.draw(logits, requests)
+    logits[1, 9:] = broken
+    drawn = sampler.draw(logits, requests)
+    assert [drawn[0], drawn[2]] == [whole[0], whole[2]]
+    token, said = drawn[1]
+    assert 0 <= token < VOCAB
+    assert said != said
