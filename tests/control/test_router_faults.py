@@ -360,7 +360,7 @@ async def test_prefill_instances_are_not_tried_for_ever() -> None:
         await r.at_rest()
 
 
-@pytest.mark.parametrize("code", [400, 413, 429, 504])
+@pytest.mark.parametrize("code", [400, 413, 422, 429, 504])
 async def test_what_would_be_the_same_elsewhere_is_not_tried_again(code: int) -> None:
     async with rig(prefill=2) as r:
         r.prefill[0].plays.append(text(code, "no"))
