@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgpack
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from pdrt.data.events import (
     PromptStarted,
@@ -273,6 +274,31 @@ async def test_strangers_do_not_get_a_byte_through(pair: Pair) -> None:
     plain.close()
     context.term()
     stranger.close()
+
+
+async def test_knowing_the_public_key_is_not_enough(pair: Pair) -> None:
+    """The ZAP handler refuses a client that has not the cluster's own key pair."""
+    public, secret = zmq.curve_keypair()
+    context = zmq.Context()
+    spy = context.socket(zmq.PUSH)
+    spy.linger = 0
+    spy.curve_serverkey = KEY.curve_pair()[0]
+    spy.curve_publickey, spy.curve_secretkey = public, secret
+    monitor = spy.get_monitor_socket(
+        zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    )
+    spy.connect(pair.p.endpoint)
+    spy.send(encode(FROM_DECODE, Ping(session="spy", number=1)), zmq.NOBLOCK)
+    while not monitor.poll(0):
+        await asyncio.sleep(0)
+    event = recv_monitor_message(monitor)["event"]
+    await pair.shake(1, [0, 1, 2])
+    assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    assert "dropped_unknown_session" not in pair.p.manager.stats().counters
+    spy.disable_monitor()
+    monitor.close(linger=0)
+    spy.close()
+    context.term()
 
 
 # The shell itself.

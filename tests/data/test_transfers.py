@@ -356,14 +356,11 @@ def test_a_peer_that_comes_back_serves_again() -> None:
 
 def test_a_decode_worker_that_falls_silent_fails_its_sends_within_two_seconds() -> None:
     rig = ready()
-    rig.send_all(A)
     for _ in range(39):
         rig.now += 0.05
         rig.p.tick(rig.now, WALL + rig.now)
         rig.settle()
-    assert rig.has(SendFailed, A)
-    assert not rig.has(SendEnded, A)  # its write is still open
-    rig.land_all()
+    assert "does not ping any more" in problem_of(rig, SendFailed).message
     assert rig.has(SendEnded, A)
 
 

@@ -106,6 +106,26 @@ async def test_after_its_end_a_write_does_not_touch_memory(rig: Bench) -> None:
         assert not rig.peers["a"].array.any()
 
 
+async def test_a_write_that_is_aborted_while_it_copies_stops_before_it_ends() -> None:
+    rig = bench("shm")
+    reader = asyncio.create_task(rig.read())
+    await rig.attach_all()
+    target = rig.peers["a"].array
+    rig.transport.start(rig.write(1, "a", [*range(BLOCKS)] * 20_000))  # 2.5 GiB
+    while not target.any():
+        await asyncio.sleep(0)
+    rig.transport.abort(1)
+    assert await rig.ended(1) == [Ended(1, "aborted")]
+    target[:] = 0
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert not target.any()
+    await rig.transport.close()
+    await reader
+    assert rig.ends == [Ended(1, "aborted")]
+    rig.forget()
+
+
 async def test_a_peer_that_was_never_attached_is_an_error_at_the_end(rig: Bench) -> None:
     rig.transport.start(Write(1, "nobody"))
     assert await rig.ended(1) == [Ended(1, "nobody is not attached")]
