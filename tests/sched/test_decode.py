@@ -422,6 +422,27 @@ def test_a_retracted_request_that_nobody_prefills_is_computed_here(how: str, whe
     assert is_baseline(rig.book)
 
 
+@pytest.mark.parametrize("signal", [Quiet(1, 1), received(1, 1, [1, 2, 3, 4, 5])])
+def test_the_end_of_a_late_writer_does_not_touch_what_is_computed_here(
+    signal: Quiet | Received,
+) -> None:
+    """The attempt that fell back has the same number; its blocks are others."""
+    rig = make()
+    rig.submit(submit(1, PROMPT[:4], max_tokens=6))
+    retracted(rig)
+    admit(rig, 1)
+    rig.feed(ResumeLocally(1))
+    rig.step()
+    assert rig.state(1) is State.RUNNING
+    held = rig.sched.stats().blocks_quarantined
+    used = rig.book.blocks.used
+    rig.feed(signal)
+    assert (held, rig.book.blocks.used) == (2, used - 2)
+    check_books(rig.book)
+    finish(rig)
+    assert rig.said[1] == answer(PROMPT[:4], 6)
+
+
 def test_a_request_that_was_never_retracted_is_not_computed_here() -> None:
     """CASES 69."""
     rig = at(State.BOOTSTRAPPING)
