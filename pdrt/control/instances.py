@@ -101,6 +101,7 @@ class Instance:
         self.reason = "not heard of yet"
         self.load = Load()
         self.nudged = asyncio.Event()  # look again now
+        self.signs = 0  # of life: rises with every piece of an answer
         self._bootstrap = _host_port(target.bootstrap or where)
         self._ranks: dict[int, Load] = {}
         self._holds: set[Hold] = set()
@@ -195,12 +196,13 @@ Probe: TypeAlias = Callable[[Instance], Awaitable[Status]]
 async def watch(instance: Instance, probe: Probe, every: float, within: float) -> None:
     """Probe forever, at once after a first miss. Cancel the task to stop."""
     while True:
-        before = instance.health
+        before, signs = instance.health, instance.signs
         try:
             async with asyncio.timeout(within):
                 status = await probe(instance)
         except TimeoutError:
-            instance.missed(f"no answer within {within:g} s")
+            if instance.signs == signs:  # a busy instance that sends answers is not dead
+                instance.missed(f"no answer within {within:g} s")
         except PdrtError as error:
             instance.missed(str(error))
         else:

@@ -36,9 +36,11 @@ class Answer:
     async def chunk(self) -> bytes:
         """What has come by now, empty at the end. Raises PeerLost when it breaks off."""
         try:
-            return await self._response.content.readany()
+            chunk = await self._response.content.readany()
         except (aiohttp.ClientError, ConnectionError) as error:
             raise _lost(self._instance, "broke off its answer", error) from error
+        self._instance.signs += 1
+        return chunk
 
     async def whole(self, limit: int) -> bytes:
         """All of a short answer. Raises PeerLost when it breaks off or is over `limit`."""

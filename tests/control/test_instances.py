@@ -259,6 +259,24 @@ async def test_a_probe_that_hangs_is_a_miss() -> None:
     task.cancel()
 
 
+async def test_an_instance_that_sends_answers_is_not_dead_however_slow_its_status() -> None:
+    one = instance()
+    one.heard(ready())
+    probes = 0
+
+    async def probe(_instance: Instance) -> Status:
+        nonlocal probes
+        probes += 1
+        one.signs += probes <= 5  # pieces of an answer come meanwhile, then no more
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    task = asyncio.create_task(watch(one, probe, every=0.0001, within=0.001))
+    await _turn(lambda: one.health is Health.DEAD)
+    assert probes == 7
+    task.cancel()
+
+
 # The choice.
 
 
