@@ -8,6 +8,7 @@ scheduler; what the scheduler decides comes back as effects and is carried out h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -57,6 +58,7 @@ from pdrt.sched.prefill import PrefillDisaggScheduler
 from pdrt.spawn import WorkerSpec, read_spec
 
 _STATS_S: Final = 1.0
+_STATS_LEAST_S: Final = 0.05
 _ROUTE_S: Final = 5.0  # how long a decode rank asks for a route that is not there yet
 
 P = ParamSpec("P")
@@ -82,8 +84,9 @@ class Worker:
         self._device = ThreadPoolExecutor(1, thread_name_prefix="device")
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
+        self._news = asyncio.Event()  # figures differ from those that were told
         self._stop = asyncio.Event()
-        self._step_s = self._tokens = 0.0
+        self._step_s, self._tokens = 0.0, 0
         self._log = structlog.get_logger()
         self._runner: Runner
         self._sched: AnyScheduler
@@ -128,6 +131,7 @@ class Worker:
             if self._spec.role == "prefill":
                 tasks.create_task(self._stay_registered(session, endpoint, spec, blocks))
             tasks.create_task(self._report())
+            tasks.create_task(self._log_steps())
             tasks.create_task(self._steps())
 
     # Making the parts.
@@ -258,6 +262,7 @@ class Worker:
     async def _steps(self) -> NoReturn:
         while True:
             self._wake.clear()
+            self._news.set()
             plan = self._sched.plan(time.monotonic())
             self._carry_out()
             if not plan.batch:
@@ -311,24 +316,33 @@ class Worker:
         self._link.tell(messages.Loading(stage=stage, done=done, total=total))
 
     async def _report(self) -> NoReturn:
-        """Figures every second, and a status line while there is work."""
-        before = 0.0
+        """Figures soon after something moved, and every second anyhow."""
         while True:
+            self._link.tell(self._stats())
+            await asyncio.sleep(_STATS_LEAST_S)
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STATS_S - _STATS_LEAST_S):
+                    await self._news.wait()
+
+    async def _log_steps(self) -> NoReturn:
+        """A status line every so often while there is work."""
+        before, every_s = 0, self._config.log.step_every_s
+        while True:
+            await asyncio.sleep(every_s or _STATS_S)
             stats = self._stats()
-            self._link.tell(stats)
             if stats.running or self._tokens != before:
                 self._log.info(
                     "step",
                     step_ms=round(stats.step_ms, 2),
                     running=stats.running,
                     **stats.queues,
-                    tokens_per_s=round((self._tokens - before) / _STATS_S, 1),
+                    tokens_per_s=round((self._tokens - before) / (every_s or _STATS_S), 1),
                     kv=f"{stats.blocks_used}/{stats.blocks_total}",
                     transfers=stats.counters.get("transfers", 0),
                     retractions=stats.counters.get("retractions", 0),
                 )
                 before = self._tokens
-            await asyncio.sleep(_STATS_S)
 
     def _stats(self) -> messages.Stats:
         own = self._sched.stats()

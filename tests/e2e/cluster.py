@@ -93,7 +93,7 @@ class Process:
         return self.running.wait(within_s)
 
     def tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
 
 
 @dataclass(slots=True)
@@ -230,8 +230,9 @@ class Cluster:
         begun = time.monotonic()
         while not await holds():
             if time.monotonic() - begun > within_s:
+                held = {name: await self.figures(name) for name in self.nodes}
                 logs = "\n".join(f"--- {p.name}\n{p.tail()}" for p in self.processes)
-                raise AssertionError(f"not within {within_s} s: {what}\n{logs}")
+                raise AssertionError(f"not within {within_s} s: {what}\n{held}\n{logs}")
             await asyncio.sleep(0.02)
         return time.monotonic() - begun
 
