@@ -76,9 +76,9 @@ def _shard_missing(directory: Path) -> None:
 
 
 def _shard_elsewhere(directory: Path) -> None:
-    save(directory)
     (directory / "inside").mkdir()
-    index(directory, {"c": "inside/../../2.safetensors"})
+    save(directory / "inside")
+    index(directory, {"c": "inside/2.safetensors"})
 
 
 def _no_map(directory: Path) -> None:
