@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -21,6 +21,9 @@ from rich.console import Console
 from pdrt import __version__, config
 from pdrt.config import NodeConfig, RouterConfig, SchedulerSection
 from pdrt.errors import ConfigError, PdrtError
+
+if TYPE_CHECKING:
+    from pdrt.up.layout import Wanted
 
 app = typer.Typer(
     name="pdrt",
@@ -30,6 +33,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+bench = typer.Typer(help="Measurements that anyone can run again.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 C = TypeVar("C", NodeConfig, RouterConfig)
 
 
@@ -71,6 +76,7 @@ def up(
     Ctrl-C drains and stops it.
     """
     from pdrt.up.layout import Wanted
+    from pdrt.up.shell import chatting
     from pdrt.up.shell import up as bring_up
 
     chosen = {"model": {name: v for name, v in (("path", model), ("dtype", dtype)) if v}}
@@ -89,14 +95,33 @@ def up(
         transport=transport,
     )
     wanted.check()
-    path, kv_memory = _with_model(defaults).model.path, defaults.scheduler.kv_memory
-    wanted = replace(
-        wanted,
-        model=path,
-        weights=sum(file.stat().st_size for file in Path(path).glob("*.safetensors")),
-        kv_memory=0 if kv_memory == SchedulerSection().kv_memory else kv_memory,
-    )
-    raise typer.Exit(bring_up(wanted, defaults, _out(), os.environ, with_chat=chat))
+    wanted = _measured(wanted, defaults)
+    raise typer.Exit(bring_up(wanted, defaults, _out(), os.environ, chatting if chat else None))
+
+
+@bench.command(
+    "first-token",
+    epilog="Example: `pdrt bench first-token --rounds 50 --json first-token.json`",
+)
+def bench_first_token(
+    rounds: Annotated[int, typer.Option(min=1, help="Requests over each path.")] = 50,
+    model: ModelOption = "",
+    dtype: DtypeOption = "",
+    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
+) -> None:
+    """What disaggregation adds to the first token of a short prompt, against colocated.
+
+    Starts prefill, decode, router and a hybrid instance, and asks both paths in turn.
+    """
+    from pdrt.bench.first_token import measuring
+    from pdrt.up.layout import Wanted
+    from pdrt.up.shell import up as bring_up
+
+    chosen = {"model": {name: v for name, v in (("path", model), ("dtype", dtype)) if v}}
+    defaults = config.load(NodeConfig, None, options=chosen)
+    wanted = _measured(Wanted(hybrid=1, dtype=dtype), defaults)
+    meanwhile = measuring(rounds, _out(), json_file)
+    raise typer.Exit(bring_up(wanted, defaults, _out(), os.environ, meanwhile))
 
 
 @app.command(
@@ -264,6 +289,17 @@ def _with_model(settings: NodeConfig) -> NodeConfig:
         path = str(Path(path).expanduser().resolve())
     ModelSpec.read(path, settings.model.max_model_len)
     return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
+
+
+def _measured(wanted: Wanted, defaults: NodeConfig) -> Wanted:
+    """The same with its model's directory and size, and the memory asked for."""
+    path, kv_memory = _with_model(defaults).model.path, defaults.scheduler.kv_memory
+    return replace(
+        wanted,
+        model=path,
+        weights=sum(file.stat().st_size for file in Path(path).glob("*.safetensors")),
+        kv_memory=0 if kv_memory == SchedulerSection().kv_memory else kv_memory,
+    )
 
 
 def _demo_model() -> Path:

@@ -19,6 +19,8 @@ from rich.progress import track
 from rich.table import Table
 
 from pdrt.errors import Unavailable
+from pdrt.up.layout import Part
+from pdrt.up.shell import Asked, MakeMeanwhile, Meanwhile
 
 Path_: TypeAlias = Literal["disagg", "local"]
 PROMPT: Final = "The quick brown fox jumps over the lazy dog."
@@ -70,6 +72,23 @@ async def measure(
                 if number >= 0:
                     times.first_token_ms.append(took)
     return apart, together
+
+
+def measuring(rounds: int, console: Console, json_file: str) -> MakeMeanwhile:
+    """For `up`: measure on the cluster that was brought up with one hybrid instance."""
+
+    def make(parts: Sequence[Part]) -> Meanwhile:
+        colocated_url = next(part.url for part in parts if part.role == "hybrid")
+
+        async def meanwhile(url: str, _asked: Asked) -> None:
+            apart, together = await measure(url, colocated_url, rounds)
+            show(console, apart, together)
+            if json_file:
+                write(json_file, (apart, together))
+
+        return meanwhile
+
+    return make
 
 
 def points(results: Sequence[Times]) -> list[dict[str, object]]:

@@ -72,6 +72,7 @@ Program: TypeAlias = Callable[[Part, Path], list[str]]
 Meanwhile: TypeAlias = Callable[
     [str, Asked], Awaitable[None]
 ]  # given the router's URL; ends the cluster
+MakeMeanwhile: TypeAlias = Callable[[Sequence[Part]], Meanwhile]
 
 
 class Cluster:
@@ -243,10 +244,12 @@ def up(
     defaults: NodeConfig,
     console: Console,
     environ: Mapping[str, str],
-    *,
-    with_chat: bool = False,
+    make_meanwhile: MakeMeanwhile | None = None,
 ) -> int:
-    """Bring the cluster up, and return when it is down again. Raises PdrtError."""
+    """Bring the cluster up, and return when it is down again. Raises PdrtError.
+
+    With `make_meanwhile` it is used for that, and goes down when that has ended.
+    """
     with private_folder() as folder:
         key_file = folder / "key"
         key = new_key(key_file)
@@ -255,7 +258,8 @@ def up(
         patience = Patience(defaults.timeouts.startup_s, defaults.timeouts.drain_s)
         with Screen(console) as screen, asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
             cluster = Cluster(parts, folder, key, screen, environ)
-            return loop.run(cluster.serve(patience, _chat if with_chat else None))
+            meanwhile = make_meanwhile(parts) if make_meanwhile else None
+            return loop.run(cluster.serve(patience, meanwhile))
 
 
 def _this_machine() -> Machine:
@@ -263,6 +267,10 @@ def _this_machine() -> Machine:
         cores=len(os.sched_getaffinity(0)),
         memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     )
+
+
+def chatting(_parts: Sequence[Part]) -> Meanwhile:
+    return _chat
 
 
 async def _chat(url: str, asked: Asked) -> None:
