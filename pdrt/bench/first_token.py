@@ -6,6 +6,7 @@ are compared. `pdrt bench first-token` starts prefill, decode, router and a hybr
 
 from __future__ import annotations
 
+import asyncio
 import json
 import statistics
 import time
@@ -26,6 +27,8 @@ Path_: TypeAlias = Literal["disagg", "local"]
 PROMPT: Final = "The quick brown fox jumps over the lazy dog."
 _WARM_UP: Final = 5
 _TIMEOUT_S: Final = 60.0
+_SETTLE_S: Final = 10.0
+_SETTLE_STEP_S: Final = 0.2
 
 
 @dataclass(slots=True)
@@ -66,12 +69,27 @@ async def measure(
     """Alternate `rounds` requests over both paths. Raises Unavailable."""
     apart, together = Times("disagg"), Times("local")
     async with ClientSession(timeout=ClientTimeout(total=_TIMEOUT_S)) as session:
+        await _settle(session, disagg_url, clock)
         for number in track(range(-_WARM_UP, rounds), "measuring", console=Console(stderr=True)):
             for times, url in ((apart, disagg_url), (together, colocated_url)):
                 took = await first_token_ms(session, url, times.path, clock)
                 if number >= 0:
                     times.first_token_ms.append(took)
     return apart, together
+
+
+async def _settle(session: ClientSession, url: str, clock: Callable[[], float]) -> None:
+    """Until the pair of instances has proved itself: before, the hybrid one stands in for it."""
+    until = clock() + _SETTLE_S
+    while True:
+        try:
+            await first_token_ms(session, url, "disagg", clock)
+        except Unavailable:
+            if clock() > until:
+                raise
+            await asyncio.sleep(_SETTLE_STEP_S)
+        else:
+            return
 
 
 def measuring(rounds: int, console: Console, json_file: str) -> MakeMeanwhile:
