@@ -240,7 +240,8 @@ class Receivers:
         receiver = self.rooms.get((message.room, message.attempt))
         writer = receiver.writers.get(str(message.rank)) if receiver else None
         if receiver is None or writer is None:
-            self.counters["dropped_unknown_attempt"] += 1
+            is_late = (message.room, message.attempt) in self._done  # its slot was faster
+            self.counters["late_messages" if is_late else "dropped_unknown_attempt"] += 1
             return
         match message:
             case Accepted():
