@@ -127,6 +127,12 @@ class PromptMismatch(PdrtError):
     code = "prompt_mismatch"
 
 
+class BadLogits(PdrtError):
+    """The device computed what is no number: damaged KV or weights. Never a token."""
+
+    code = "bad_logits"
+
+
 class DeadlinePassed(PdrtError):
     """The request's own deadline came first."""
 

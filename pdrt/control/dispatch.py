@@ -164,6 +164,9 @@ class DPDispatcher:
         self.is_draining = False
         self.counters: Counter[str] = Counter()
 
+    def is_in_flight(self, room: int) -> bool:
+        return room in self._streams
+
     def submit(self, submit: Submit, dp_rank: int | None = None) -> Stream:
         """Give the request to its worker, the least loaded one when none is named.
 

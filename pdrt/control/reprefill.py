@@ -7,7 +7,8 @@ room itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +17,7 @@ from pydantic import TypeAdapter
 
 from pdrt.control.bootstrap_client import BootstrapClient
 from pdrt.control.http import Json, error_from_answer, error_of_client
-from pdrt.errors import NotFound, Unavailable
+from pdrt.errors import Conflict, NotFound, Unavailable
 from pdrt.keys import ClusterKey
 from pdrt.messages import (
     AbortRoom,
@@ -31,6 +32,8 @@ from pdrt.messages import (
 
 _SAMPLING: Final = TypeAdapter(Sampling)
 _MAX_ANSWER_BYTES: Final = 1 << 16
+_SETTLE_S: Final = 2.0
+_SETTLE_STEP_S: Final = 0.02
 
 
 @dataclass(slots=True)
@@ -52,7 +55,9 @@ class Reprefill:
         connect_s: float,
         clock: Callable[[], float],
         wall: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        self._sleep = sleep
         self._session, self._key, self._connect_s = session, key, connect_s
         self._clock, self._wall = clock, wall
         self._origins: dict[int, Origin] = {}
@@ -86,8 +91,19 @@ class Reprefill:
         leader = (await client.health()).http
         if not leader:
             raise Unavailable(f"{client.where} does not say where its leader is")
-        left = max(origin.deadline - self._clock(), 0.001)
-        await self._post(f"{leader}/internal/prefill", self._body(wanted, origin, left), left)
+        patience = self._clock() + _SETTLE_S
+        while True:
+            left = max(origin.deadline - self._clock(), 0.001)
+            try:
+                await self._post(
+                    f"{leader}/internal/prefill", self._body(wanted, origin, left), left
+                )
+            except Conflict:  # the attempt before is being wound up there
+                if self._clock() > patience:
+                    raise
+                await self._sleep(_SETTLE_STEP_S)
+            else:
+                return
 
     def _body(self, wanted: AskPrefill, origin: Origin, left: float) -> Json:
         submit = origin.submit

@@ -71,6 +71,10 @@ class Serving:
             body = parse_prefill_again(await read_json(request, leader.limits.max_body_bytes))
             request[REQUEST_ID], outcome.room = body.request_id, body.bootstrap_room
             submit = submit_again(leader, body)
+            if leader.dispatcher.is_in_flight(submit.room):
+                # Decode has what the older attempt sent, or it would not ask: that one ends well
+                # as soon as the transport says so, and must not be superseded.
+                raise Conflict(f"room {submit.room} is in flight already; ask again")
             deadline = leader.clock() + body.time_left_s
             return await self._prefill(submit, body.disagg_prefill_dp_rank, deadline)
 

@@ -21,6 +21,7 @@ from pdrt.sched.effects import Effect, Say
 from pdrt.sched.events import (
     Cancelled,
     Computed,
+    Failed,
     Granted,
     Grown,
     LastToken,
@@ -30,7 +31,7 @@ from pdrt.sched.events import (
     TokenOut,
 )
 from pdrt.sched.limits import Limits
-from pdrt.sched.plan import Plan, fit, prefill_budget, steps
+from pdrt.sched.plan import Plan, bad_logits, fit, prefill_budget, steps
 from pdrt.sched.request import Request, State, from_submit
 
 QUEUES: Final = (("waiting_queue", (State.QUEUED,)),)
@@ -135,8 +136,9 @@ class Scheduler:
                 book.counters["late"] += 1
             elif step.draw is None:
                 book.move(request, Computed(step.start + len(step.tokens)))
+            elif problem := bad_logits(one := tokens[step.key]):
+                book.move(request, Failed(problem))
             else:
-                one = tokens[step.key]
                 self.say(request, one.token, one.logprob)
 
     def say(self, request: Request, token: int, logprob: float, cached_tokens: int = 0) -> None:

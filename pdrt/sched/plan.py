@@ -6,10 +6,13 @@ breath. The promise: as long as something runs that can have its block, somethin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pdrt.device.batch import Draw, SeqStep
+from pdrt.device.batch import Draw, Drawn, SeqStep
+from pdrt.errors import BadLogits
+from pdrt.messages import Problem
 from pdrt.sched.limits import Limits
 from pdrt.sched.request import Request
 
@@ -90,6 +93,15 @@ def _step(request: Request, count: int) -> SeqStep:
     is_last = start + count == len(request.tokens)
     draw = Draw(request.sampling, request.tokens, request.prompt_tokens) if is_last else None
     return SeqStep(request.key, tokens, start, request.blocks, draw)
+
+
+def bad_logits(drawn: Drawn) -> Problem | None:
+    """What is wrong when the device computed what is no number: damage must not become a token."""
+    if not math.isnan(drawn.logprob):
+        return None
+    return Problem(
+        code=BadLogits.code, message="the device computed what is no number", stage="device"
+    )
 
 
 def sendable(computed: int, sent: int, limits: Limits) -> int:

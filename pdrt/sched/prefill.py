@@ -23,13 +23,14 @@ from pdrt.sched.events import (
     Cancelled,
     Computed,
     Delivered,
+    Failed,
     Granted,
     Order,
     Prefilled,
     SendBroken,
 )
 from pdrt.sched.limits import Limits
-from pdrt.sched.plan import Plan, prefill_budget, sendable, steps
+from pdrt.sched.plan import Plan, bad_logits, prefill_budget, sendable, steps
 from pdrt.sched.prefill_life import PREFILL
 from pdrt.sched.request import Request, State, from_submit, prompt_hash
 
@@ -156,6 +157,7 @@ class PrefillDisaggScheduler:
                 computed = step.start + len(step.tokens)
                 ready = sendable(computed, request.sent, self.limits)
                 book.move(request, Computed(computed, ready))
+            elif problem := bad_logits(one := tokens[step.key]):
+                book.move(request, Failed(problem))
             else:
-                one = tokens[step.key]
                 book.move(request, Prefilled(one.token, one.logprob))
