@@ -19,13 +19,13 @@ import pytest
 from tests.e2e.cluster import Answer, Cluster, Tables
 
 pytestmark = pytest.mark.e2e
-STEP_S = 0.05
+STEP_S = 0.03
 SETTINGS: Tables = {
     "device": {"kind": "null", "step_ms": STEP_S * 1000},
     "scheduler": {"max_prefill_tokens": 32, "kv_memory": 1 << 20},
 }
-PROMPT = list(range(256)) * 2  # 16 chunks: 0.8 s of prefill
-TOKENS = 16  # 0.8 s of decode
+PROMPT = list(range(256)) * 2  # 16 chunks: half a second of prefill
+TOKENS = 16  # half a second of decode
 BOUND_S = 2.0
 TYPED = {"peer_lost", "no_prefill", "no_decode", "unavailable", "transfer_failed", "draining"}
 
