@@ -153,3 +153,11 @@ def tree(root: type[PdrtError] = PdrtError) -> dict[str, type[PdrtError]]:
     for child in root.__subclasses__():
         found |= tree(child)
     return found
+
+
+def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What really went wrong in a task: the innermost first exception."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,17 +1,22 @@
 """The typed pair of sockets between a supervisor and one life of a device worker.
 
-An actor whose mailbox is what is still to be sent. What arrives is a message, or is counted and
-dropped. The endpoint lies in a private directory, so whoever is there is one of us.
+An actor whose mailbox is what is still to be sent. What arrives is a message, or is logged and
+dropped. The endpoint lies in a private directory, so whoever is there is one of us. The promise:
+what a process sent before it died is read, all of it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
+import structlog
 import zmq
 import zmq.asyncio
 from pydantic import TypeAdapter
+from zmq.utils.monitor import recv_monitor_message
 
 from pdrt import messages
 from pdrt.actor import Actor
@@ -19,6 +24,8 @@ from pdrt.errors import BadMessage
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+
+_HANG_UP_S: Final = 1.0  # for the last bytes of a dead process to come through the kernel
 
 
 class Link(Actor[Out], Generic[In, Out]):
@@ -36,10 +43,17 @@ class Link(Actor[Out], Generic[In, Out]):
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
         self._incoming, self._outgoing = incoming, outgoing
+        self._hang_ups: zmq.asyncio.Socket | None = None  # tells when the other end comes and goes
         self.dropped = 0  # frames that were no message
 
     def bind(self, endpoint: str) -> None:
-        self._socket.bind(endpoint)
+        """Raises OSError."""
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._hang_ups = self._socket.get_monitor_socket(events)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"{endpoint}: {error.strerror}") from error
 
     def connect(self, endpoint: str) -> None:
         self._socket.connect(endpoint)
@@ -60,7 +74,10 @@ class Link(Actor[Out], Generic[In, Out]):
                 yield message
 
     async def unread(self) -> list[In]:
-        """What lies here unread after the other end is gone."""
+        """What the other end, whose process is dead, said and nobody has read; where we bound."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HANG_UP_S):
+                await self._hung_up()
         found = []
         while await self._socket.poll(0):
             message = self._decode(await self._socket.recv())
@@ -68,12 +85,24 @@ class Link(Actor[Out], Generic[In, Out]):
                 found.append(message)
         return found
 
+    async def _hung_up(self) -> None:
+        """Until nothing more can come. Whoever never shook hands said nothing."""
+        assert self._hang_ups is not None
+        if not await self._hang_ups.poll(0):
+            return
+        while (await recv_monitor_message(self._hang_ups))["event"] != zmq.EVENT_DISCONNECTED:
+            pass
+
     def close(self, linger_ms: int = 0) -> None:
+        if self._hang_ups is not None:
+            self._socket.disable_monitor()
+            self._hang_ups.close(linger=0)
         self._socket.close(linger=linger_ms)
 
     def _decode(self, frame: bytes) -> In | None:
         try:
             return messages.decode(self._incoming, frame)
-        except BadMessage:
+        except BadMessage as error:  # a bug: both ends are ours
             self.dropped += 1
+            structlog.get_logger().error("bad_message", link=self.name, reason=str(error))
             return None

@@ -1,408 +1,183 @@
-"""The supervisor of a node: one event loop that owns the workers, the API and the registrations.
+"""The process of a node: it takes addresses, makes the parts and joins them.
 
-An actor among actors: a handle for each device worker, the HTTP API with its dispatcher, and
-what its role's side brings (bootstrap server, heartbeat). All that they say comes into one
-mailbox, and the node's life is a table that only `_step` moves.
+One event loop: a handle for each device worker, the HTTP API with its dispatcher, what its
+role's side brings (bootstrap server, heartbeat), and the supervisor that all of them tell.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Final
 
 import setproctitle
 import structlog
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from pdrt import messages, telemetry
-from pdrt.actor import Actor
+from pdrt import telemetry
 from pdrt.config import DisaggConfig, NodeConfig, Place, Role, bracketed, is_loopback
 from pdrt.control.api import make_app
 from pdrt.control.dispatch import DPDispatcher
-from pdrt.control.figures import WorkerFigures, load_of, worker_health, worker_status
-from pdrt.control.heartbeat import News
-from pdrt.control.http import Json, listen
+from pdrt.control.figures import WorkerFigures
+from pdrt.control.heartbeat import News, Time
+from pdrt.control.http import listen
 from pdrt.control.leader import Leader, Limits
-from pdrt.control.lives import (
-    NODE,
-    AllLoaded,
-    AllRegistered,
-    Bound,
-    DrainAsked,
-    Drained,
-    GaveUp,
-    NodeState,
-    WorkerGone,
-)
-from pdrt.control.selftest import self_test
+from pdrt.control.lives import NodeState
+from pdrt.control.parts import Condition, Handle, Hire, Lane, Parts
+from pdrt.control.shown import Shown
 from pdrt.control.sides import make_side
+from pdrt.control.supervisor import DrainWanted, Said, Signalled, Supervisor
 from pdrt.control.text import TextPool, open_text
 from pdrt.control.worker_handle import Lost, WorkerHandle
 from pdrt.data.peer import Health
-from pdrt.errors import ConfigError, PdrtError
+from pdrt.errors import ConfigError, PeerLost, first_of
 from pdrt.keys import ClusterKey
-from pdrt.messages import FromWorker, Rank, Ready, ToWorker
+from pdrt.messages import FromWorker, Rank
 from pdrt.modelspec import ModelSpec
 from pdrt.spawn import WorkerSpec
 
-_TICK_S: Final = 0.05
-_MAILS: Final = 65536
 _CLOSE_S: Final = 1.0  # for answers that are still open when the node has drained
-_OVER: Final = (NodeState.DRAINING, NodeState.STOPPED, NodeState.FAILED)
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
-    """A worker said this, or its process ended."""
-
-    handle: WorkerHandle
-    message: FromWorker | Lost
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed: look whether what the node waits for has come."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrainWanted:
-    """Asked for by a signal or an operator."""
-
-
-@dataclass(frozen=True, slots=True)
-class GraceOver:
-    """The drain has lasted long enough, or somebody is in a hurry."""
-
-
-@dataclass(frozen=True, slots=True)
-class TooLate:
-    """The start-up deadline passed."""
-
-
-Mail: TypeAlias = Said | Tick | DrainWanted | GraceOver | TooLate
-
-
-class Lane:
-    """A worker as the dispatcher sees it: what it is told, its role's side hears too."""
-
-    def __init__(self, handle: WorkerHandle, told: Callable[[ToWorker], None]) -> None:
-        self._handle, self._told = handle, told
-
-    @property
-    def rank(self) -> Rank:
-        return self._handle.rank
-
-    @property
-    def ready(self) -> Ready | None:
-        return self._handle.ready
-
-    def tell(self, message: ToWorker) -> None:
-        self._handle.tell(message)
-        self._told(message)
-
-
-class Node(Actor[Mail]):
+class Node:
     """`live` is its life, from binding to the exit status."""
 
-    def __init__(self, role: Role, config: NodeConfig, place: Place, key: ClusterKey) -> None:
-        super().__init__(f"node {role}", _MAILS)
-        self.role, self.config, self.key = role, config, key
-        self.disagg = DisaggConfig.derive(role, config, place)
-        self.spec = ModelSpec.read(config.model.path, config.model.max_model_len)
-        self.model = config.model.name or Path(config.model.path).name
-        self.state = NodeState.STARTING
-        self.reason = ""
-        self.fault_at = 0.0  # wall clock
-        self.served_since_fault = False
-        self.turned_at = time.monotonic()
+    def __init__(
+        self,
+        role: Role,
+        config: NodeConfig,
+        place: Place,
+        key: ClusterKey,
+        hire: Hire = WorkerHandle,
+    ) -> None:
+        self._config, self._key = config, key
+        self._disagg = DisaggConfig.derive(role, config, place)
+        self._spec = ModelSpec.read(config.model.path, config.model.max_model_len)
         self._log = structlog.get_logger()
-        self._told_loading: dict[int, tuple[str, int]] = {}  # by dp rank
-        self._stopped = asyncio.Event()
-        self._tasks: asyncio.TaskGroup
-        self._grace: asyncio.Task[None] | None = None  # runs while the node drains
         self._folder = Path(tempfile.mkdtemp(prefix="pdrt-node-"))  # mode 0700: sockets
-        self.side = make_side(role, config, self.disagg, key, self._news, time.time_ns())
-        self.handles = [
-            WorkerHandle(Rank(dp=dp), self._maker(dp), self._folder, self._heard, time.monotonic)
+        own_time = Time(time.monotonic)
+        side = make_side(role, config, self._disagg, key, self._news, time.time_ns())
+        handles = [
+            hire(Rank(dp=dp), self._maker(role, dp), self._folder, self._heard, own_time)
             for dp in range(config.parallel.dp)
         ]
-        lanes = [Lane(handle, self.side.told) for handle in self.handles]
-        self.dispatcher = DPDispatcher(lanes, time.monotonic)
+        dispatcher = DPDispatcher([Lane(h, side.told) for h in handles], time.monotonic)
+        condition = Condition(turned_at=time.monotonic())
+        self._parts = Parts(role, side, handles, dispatcher, condition)
+        self._supervisor = Supervisor(self._parts, config.timeouts, own_time, time.time)
 
     async def live(self) -> int:
         """The exit status. Raises ConfigError when it cannot even begin."""
         try:
             async with AsyncExitStack() as stack:
+                self._listen_to_signals(stack)
                 await self._bind(stack)
-                self._step(Bound())
-                self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
-                living = [self._tasks.create_task(actor) for actor in self._actors()]
-                self._listen_to_signals()
-                await self._stopped.wait()
-                for task in living:
-                    task.cancel()
+                async with asyncio.TaskGroup() as tasks:
+                    living = [tasks.create_task(each) for each in self._parts.side.actors()]
+                    await self._supervisor.run()
+                    for task in living:
+                        task.cancel()
+        except ExceptionGroup as group:  # the shell: whatever it was, it is told, and we end
+            self._log.error("node_failed", exc_info=first_of(group))
+            return 1
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
-        if self.state is NodeState.FAILED:
-            self._log.error("node_failed", reason=self.reason)
+        condition = self._parts.condition
+        if condition.state is NodeState.FAILED:
+            self._log.error("node_failed", reason=condition.reason)
             return 1
         return 0
 
-    # Beginning.
-
     async def _bind(self, stack: AsyncExitStack) -> None:
         """Every address is taken before any worker is started."""
-        host, ports = self.disagg.local_ip, self.config.ports
-        port = {"prefill": ports.prefill, "decode": ports.decode, "hybrid": ports.hybrid}[self.role]
-        runner, port = await listen(make_app(self._leader()), host, port, _CLOSE_S)
+        role, side, ports = self._parts.role, self._parts.side, self._config.ports
+        host = self._disagg.local_ip
+        port = {"prefill": ports.prefill, "decode": ports.decode, "hybrid": ports.hybrid}[role]
+        text = TextPool(open_text(self._config.model.path))
+        stack.callback(text.close)
+        leader = self._leader(text)
+        runner, port = await listen(make_app(leader), host, port, _CLOSE_S)
         stack.push_async_callback(runner.cleanup)
         url = f"http://{bracketed(host)}:{port}"
-        await self.side.bind(stack, url)
-        if self.side.bootstrap is not None:
-            self.disagg = self.disagg.model_copy(update={"bootstrap_port": self.side.bootstrap[1]})
-        self._log.info("listening", url=url, role=self.role, model=self.model)
+        await side.bind(stack, url)
+        if side.bootstrap is not None:
+            told = {"bootstrap_port": side.bootstrap[1]}
+            self._disagg = self._disagg.model_copy(update=told)
+        self._log.info("listening", url=url, role=role, model=leader.model)
 
-    def _actors(self) -> list[Coroutine[Any, Any, None]]:
-        own = [self.run(), self._tick(), self._after(self.config.timeouts.startup_s, TooLate())]
-        return [*(handle.run() for handle in self.handles), *self.side.actors(), *own]
-
-    def _leader(self) -> Leader:
+    def _leader(self, text: TextPool) -> Leader:
+        config, parts = self._config, self._parts
+        model = config.model.name or Path(config.model.path).name
+        shown = Shown(parts, model, self._spec.max_model_len, time.monotonic)
         registry = CollectorRegistry()
-        registry.register(WorkerFigures(self.handles))
-        security = self.config.security
+        registry.register(WorkerFigures(parts.handles))
         return Leader(
-            role=self.role,
-            model=self.model,
-            dispatcher=self.dispatcher,
-            text=TextPool(open_text(self.config.model.path)),
+            role=parts.role,
+            model=model,
+            dispatcher=parts.dispatcher,
+            text=text,
             limits=Limits(
-                max_model_len=self.spec.max_model_len,
-                vocab=self.spec.vocab,
-                pool_tokens=self._pool_tokens,
-                max_body_bytes=security.max_body_bytes,
-                request_s=self.config.timeouts.request_s,
+                max_model_len=self._spec.max_model_len,
+                vocab=self._spec.vocab,
+                pool_tokens=shown.pool_tokens,
+                max_body_bytes=config.security.max_body_bytes,
+                request_s=config.timeouts.request_s,
             ),
-            key=self.key,
+            key=self._key,
             registry=registry,
-            status=self.status,
-            why_not_ready=self.why_not_ready,
-            health=self.health,
-            stalled_s=lambda: time.monotonic() - self.turned_at,
-            served=self._served,
-            drain=self._drain,
-            api_keys=security.api_keys,
+            status=shown.status,
+            why_not_ready=shown.why_not_ready,
+            health=shown.health,
+            stalled_s=shown.stalled_s,
+            served=parts.condition.served,
+            drain=lambda: self._supervisor.tell(DrainWanted()),
+            api_keys=config.security.api_keys,
         )
 
-    def _maker(self, dp: int) -> Callable[[str], WorkerSpec]:
+    def _maker(self, role: Role, dp: int) -> Callable[[str], WorkerSpec]:
+        """What makes the spec of each of a worker's lives."""
+
         def make(endpoint: str) -> WorkerSpec:
             return WorkerSpec(
-                role=self.role,
+                role=role,
                 rank=Rank(dp=dp),
-                config=self.config,
-                disagg=self.disagg,
-                key_hex=self.key.secret.hex(),
+                config=self._config,
+                disagg=self._disagg,
+                key_hex=self._key.secret.hex(),
                 endpoint=endpoint,
                 epoch=time.time_ns(),
             )
 
         return make
 
-    def _listen_to_signals(self) -> None:
+    # What the parts hear, the supervisor is told.
+
+    def _listen_to_signals(self, stack: AsyncExitStack) -> None:
+        """From the first moment on: one that comes while we bind must not leave files."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.tell, DrainWanted())
+            loop.add_signal_handler(number, self._signalled)
+            stack.callback(loop.remove_signal_handler, number)
 
-    # What comes in.
+    def _signalled(self) -> None:
+        with contextlib.suppress(PeerLost):  # all is being wound up already
+            self._supervisor.tell(Signalled())
 
-    def _heard(self, handle: WorkerHandle, message: FromWorker | Lost) -> None:
-        self.tell(Said(handle, message))
+    def _heard(self, handle: Handle, message: FromWorker | Lost) -> None:
+        self._supervisor.tell(Said(handle, message))
 
     def _news(self, news: News) -> None:
         is_bad = news.health in (Health.SUSPECT, Health.DEAD)
         log = self._log.warning if is_bad else self._log.info
         log("peer", peer=news.peer, health=str(news.health), reason=news.reason)
-
-    async def on(self, message: Mail) -> None:
-        match message:
-            case Said(handle, said):
-                self._said(handle, said)
-            case Tick():
-                self._look()
-            case DrainWanted():
-                if self.state is NodeState.DRAINING:
-                    self.tell(GraceOver())  # asked twice: somebody is in a hurry
-                self._drain()
-            case GraceOver():
-                if self.state is NodeState.DRAINING:
-                    self._log.warning("drain_cut_short", rooms=self.dispatcher.load().rooms)
-                    self._end(Drained())
-            case TooLate():
-                if self.state in (NodeState.LOADING, NodeState.REGISTERING) and not self.fault_at:
-                    within = f"{self.config.timeouts.startup_s:g} s"
-                    self._give_up(f"not ready after {within}: {self.why_not_ready()}")
-
-    def _said(self, handle: WorkerHandle, said: FromWorker | Lost) -> None:
-        match said:
-            case messages.Outputs(items=items):
-                self.dispatcher.deliver(handle.rank.dp, said)
-                for item in items:
-                    if item.finish or item.problem:
-                        self.side.ended(item.room)
-            case messages.AskPrefill():
-                self._tasks.create_task(self._prefill_again(handle, said))
-            case messages.Loading():
-                self._tell_loading(handle, said)
-            case messages.Ready(blocks=blocks, endpoint=endpoint):
-                rank = str(handle.rank)
-                self._log.info("worker_ready", worker=rank, blocks=blocks, endpoint=endpoint)
-                self._look()
-            case Lost():
-                self._lost(handle, said)
-            case messages.Stats() | messages.Fatal():
-                pass
-
-    def _tell_loading(self, handle: WorkerHandle, loading: messages.Loading) -> None:
-        """A line for each new stage and each tenth of it."""
-        tenth = loading.stage, 10 * loading.done // max(loading.total, 1)
-        if self._told_loading.get(handle.rank.dp) != tenth:
-            self._told_loading[handle.rank.dp] = tenth
-            self._log.info(
-                "loading",
-                worker=str(handle.rank),
-                stage=loading.stage,
-                done=loading.done,
-                total=loading.total,
-            )
-
-    def _lost(self, handle: WorkerHandle, lost: Lost) -> None:
-        self.fault_at, self.served_since_fault = time.time(), False
-        self.dispatcher.worker_lost(handle.rank.dp, lost.problem)
-        self.side.lost(handle.rank)
-        self._step(WorkerGone())
-        if lost.final:
-            self._give_up(f"worker {handle.rank} died too often: {lost.problem.message}")
-
-    async def _prefill_again(self, handle: WorkerHandle, wanted: messages.AskPrefill) -> None:
-        try:
-            await self.side.prefill_again(wanted)
-        except PdrtError as error:
-            self._log.warning("reprefill_failed", room=wanted.room, reason=str(error))
-            if handle.ready is not None:
-                handle.tell(messages.ResumeLocally(room=wanted.room))
-
-    # Life.
-
-    def _step(self, event: object) -> None:
-        before = self.state
-        self.state, _ = NODE.step(before, self, event)
-        if self.state is not before:
-            self._log.info("node", state=str(self.state), was=str(before))
-
-    def _look(self) -> None:
-        """Move on when what the node waits for has come."""
-        self.dispatcher.catch_up()
-        if self.state is NodeState.LOADING and all(h.ready is not None for h in self.handles):
-            self._step(AllLoaded())
-        if self.state is NodeState.REGISTERING and not self.side.missing():
-            self._step(AllRegistered())
-            if self.role == "hybrid":
-                self._tasks.create_task(self._self_test())
-        if self.state is NodeState.DRAINING and not self.dispatcher.load().rooms:
-            self._end(Drained())
-
-    async def _tick(self) -> NoReturn:
-        while True:
-            self.turned_at = time.monotonic()
-            self.tell(Tick())
-            await asyncio.sleep(_TICK_S)
-
-    async def _after(self, seconds: float, mail: Mail) -> None:
-        await asyncio.sleep(seconds)
-        self.tell(mail)
-
-    def _drain(self) -> None:
-        """No new work; end when what is running has finished, or when the grace is over."""
-        if self.state in _OVER:
-            return
-        self._step(DrainAsked())
-        self.dispatcher.drain()
-        self._grace = self._tasks.create_task(
-            self._after(self.config.timeouts.drain_s, GraceOver())
-        )
-
-    def _give_up(self, reason: str) -> None:
-        self.reason = reason
-        self._end(GaveUp(reason))
-
-    def _end(self, event: Drained | GaveUp) -> None:
-        self._step(event)
-        if self._grace is not None:
-            self._grace.cancel()
-        self._tasks.create_task(self._stop_workers())
-
-    async def _stop_workers(self) -> None:
-        await asyncio.gather(*(handle.stop() for handle in self.handles))
-        self._stopped.set()
-
-    async def _self_test(self) -> None:
-        if reason := await self_test(self.dispatcher, [h.rank.dp for h in self.handles]):
-            self._log.warning("self_test_failed", reason=reason)
-        else:
-            self._served()
-
-    # What is shown.
-
-    def _pool_tokens(self) -> int:
-        """Tokens that the smallest ready pool holds; 0 while none is known."""
-        ready = [handle.ready for handle in self.handles if handle.ready is not None]
-        return min((r.blocks * r.layout.block_size for r in ready), default=0)
-
-    def _served(self) -> None:
-        self.served_since_fault = True
-
-    def why_not_ready(self) -> str:
-        """What keeps a request from succeeding, or nothing."""
-        if self.state is not NodeState.READY:
-            states = [f"worker {h.rank} is {h.state}" for h in self.handles if h.ready is None]
-            return "; ".join([f"the node is {self.state}", *states, *self.side.missing()])
-        if not self.served_since_fault:
-            return "no request has succeeded since the start or the last fault"
-        return ""
-
-    def health(self) -> Json:
-        return {
-            "role": self.role,
-            "state": str(self.state),
-            "workers": [worker_health(handle) for handle in self.handles],
-            "peers": {p.name: f"{p.health}: {p.reason}".rstrip(": ") for p in self.side.peers()},
-        }
-
-    def status(self) -> Json:
-        now, bootstrap = time.monotonic(), self.side.bootstrap
-        return {
-            "role": self.role,
-            "state": str(self.state),
-            "model": self.model,
-            "instance_epoch": self.side.epoch,
-            "bootstrap_host": bootstrap[0] if bootstrap else None,
-            "bootstrap_port": bootstrap[1] if bootstrap else None,
-            "dp_size": self.config.parallel.dp,
-            "ready_ranks": [h.rank.dp for h in self.handles if h.ready is not None],
-            "max_model_len": self.spec.max_model_len,
-            "load": load_of(self.handles),
-            "rooms": self.dispatcher.load().rooms,
-            "last_fault_at": self.fault_at or None,
-            "workers": [worker_status(h, now) for h in self.handles],
-        }
 
 
 def check_served(role: Role, config: NodeConfig, place: Place) -> None:

@@ -8,25 +8,27 @@ that its supervisor is gone, however it died.
 from __future__ import annotations
 
 import os
+from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pdrt.config import DisaggConfig, NodeConfig, Role
 from pdrt.errors import BadMessage
 from pdrt.keys import ClusterKey
 from pdrt.messages import Rank
 
-_MAX_LINE = 1 << 20
+_MAX_LINE: Final = 1 << 20
 
 
 class WorkerSpec(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Errors must not show their input: it holds the key.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     role: Role
     rank: Rank
     config: NodeConfig
     disagg: DisaggConfig
-    key_hex: str
+    key_hex: Annotated[str, Field(repr=False)]
     endpoint: str  # of the supervisor's socket, ipc://
     epoch: int  # of this worker's life; a later life has a higher one
 

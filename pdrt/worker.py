@@ -26,70 +26,48 @@ import uvloop
 import zmq.asyncio
 from aiohttp import ClientSession
 
-from pdrt import messages, telemetry
-from pdrt.control.bootstrap_client import BootstrapClient, fetch_route, keep_registered
-from pdrt.data.limits import Limits as TransferLimits
+from pdrt import messages, parts, telemetry
+from pdrt.config import NodeConfig
+from pdrt.control.bootstrap_client import BootstrapClient, keep_registered
 from pdrt.data.manager import KVTransferManager
 from pdrt.data.memory import PoolMemory
 from pdrt.data.process import this_process
-from pdrt.data.transport.choose import open_transport
-from pdrt.device.backends import open_runner
+from pdrt.device.backends import Progress, open_runner
 from pdrt.device.batch import Runner
 from pdrt.device.poolsize import host_bytes, pool_blocks
-from pdrt.errors import PdrtError
+from pdrt.errors import BadMessage, PdrtError, first_of
 from pdrt.link import Link
-from pdrt.messages import FromWorker, Output, Outputs, Problem, ToWorker
+from pdrt.messages import FromWorker, Output, Outputs, Problem, RegisterRank, ToWorker
 from pdrt.modelspec import ModelSpec
-from pdrt.sched.base import Scheduler
-from pdrt.sched.decode import DecodeDisaggScheduler
-from pdrt.sched.effects import (
-    AbortReceiver,
-    AbortSend,
-    AdmitReceiver,
-    ExpectHandshakes,
-    OpenReceiver,
-    Say,
-    SendBlocks,
-    TellStarted,
-)
+from pdrt.sched.effects import Say
 from pdrt.sched.events import Cancelled, Rebound, ResumeLocally
-from pdrt.sched.limits import Limits
-from pdrt.sched.prefill import PrefillDisaggScheduler
 from pdrt.spawn import WorkerSpec, read_spec
 
 _STATS_S: Final = 1.0
 _STATS_LEAST_S: Final = 0.05
-_ROUTE_S: Final = 5.0  # how long a decode rank asks for a route that is not there yet
-
+_CONFESS_S: Final = 1.0
 P = ParamSpec("P")
 T = TypeVar("T")
-TransferEffect: TypeAlias = (
-    ExpectHandshakes
-    | TellStarted
-    | SendBlocks
-    | AbortSend
-    | OpenReceiver
-    | AdmitReceiver
-    | AbortReceiver
-)
-AnyScheduler: TypeAlias = Scheduler | PrefillDisaggScheduler | DecodeDisaggScheduler
+Load: TypeAlias = Callable[[NodeConfig, Progress], Runner]
 
 
 class Worker:
     """One life of a device worker, from its spec to its end."""
 
-    def __init__(self, spec: WorkerSpec, link: Link[ToWorker, FromWorker]) -> None:
-        self._spec, self._link = spec, link
-        self._config = spec.config
+    def __init__(
+        self, spec: WorkerSpec, link: Link[ToWorker, FromWorker], load: Load = open_runner
+    ) -> None:
+        self._spec, self._link, self._load = spec, link, load
         self._device = ThreadPoolExecutor(1, thread_name_prefix="device")
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._news = asyncio.Event()  # figures differ from those that were told
         self._stop = asyncio.Event()
+        self._transfers_news = asyncio.Event()
         self._step_s, self._tokens = 0.0, 0
         self._log = structlog.get_logger()
         self._runner: Runner
-        self._sched: AnyScheduler
+        self._sched: parts.AnyScheduler
         self._manager: KVTransferManager | None = None
 
     async def run(self) -> None:
@@ -104,106 +82,58 @@ class Worker:
                 task.cancel()
 
     async def _work(self, session: ClientSession) -> None:
-        self._runner = await self._in_device(open_runner, self._config, self._progress)
-        spec = ModelSpec.read(self._config.model.path, self._config.model.max_model_len)
-        layout, scheduler = self._runner.layout, self._config.scheduler
-        blocks = pool_blocks(scheduler, layout, spec.max_model_len, host_bytes())
-        self._tell_loading("kv pool", 0, 1)
-        memory = await asyncio.to_thread(PoolMemory, layout, blocks, self._config.transfer.slots)
-        self._tell_loading("kv pool", 1, 1)
-        self._runner.bind(memory.pool_view, blocks)
-        self._sched = self._scheduler(blocks)
+        config = self._spec.config
+        model = ModelSpec.read(config.model.path, config.model.max_model_len)
+        self._runner = await self._in_device(self._load, config, self._progress)
+        memory = await self._in_device(self._make_memory, model.max_model_len)
+        self._sched = parts.scheduler(self._spec, self._runner, memory.blocks)
         async with asyncio.TaskGroup() as tasks:
             endpoint = ""
             if self._spec.role != "hybrid":
-                self._manager = self._transfers(memory, session)
-                endpoint = await self._manager.start()
-                tasks.create_task(self._manager.run())
+                endpoint = await self._open_transfers(memory, session, tasks)
             self._link.tell(
                 messages.Ready(
                     endpoint=endpoint,
                     process=this_process(),
-                    layout=layout,
-                    blocks=blocks,
+                    layout=memory.layout,
+                    blocks=memory.blocks,
                     eos_token_ids=tuple(self._runner.eos_token_ids),
                 )
             )
             if self._spec.role == "prefill":
-                tasks.create_task(self._stay_registered(session, endpoint, spec, blocks))
+                disagg = self._spec.disagg
+                client = parts.bootstrap(
+                    self._spec, session, disagg.bootstrap_host, disagg.bootstrap_port
+                )
+                said = parts.registration(self._spec, memory, endpoint, model.max_model_len)
+                tasks.create_task(self._stay_registered(client, said))
             tasks.create_task(self._report())
             tasks.create_task(self._log_steps())
             tasks.create_task(self._steps())
 
-    # Making the parts.
+    def _make_memory(self, max_len: int) -> PoolMemory:
+        """In the device thread, for touching each page takes a while."""
+        config, layout = self._spec.config, self._runner.layout
+        blocks = pool_blocks(config.scheduler, layout, max_len, host_bytes())
+        self._progress("kv pool", 0, 1)
+        memory = PoolMemory(layout, blocks, config.transfer.slots)
+        self._runner.bind(memory.pool_view, blocks)
+        self._progress("kv pool", 1, 1)
+        return memory
 
-    def _scheduler(self, blocks: int) -> AnyScheduler:
-        config = self._config.scheduler
-        limits = Limits(
-            block_size=config.block_size,
-            max_batch_size=config.max_batch_size,
-            max_prefill_tokens=config.max_prefill_tokens,
-            reserved_tokens=config.num_reserved_decode_tokens,
-            max_waiting=config.max_waiting,
-            retraction=config.retraction,
-            chunked=self._config.transfer.chunked,
-            rebind_grace_s=self._config.timeouts.rebind_grace_s,
-        )
-        match self._spec.role:
-            case "prefill":
-                return PrefillDisaggScheduler(limits, blocks)
-            case "decode":
-                slots = self._config.transfer.slots
-                return DecodeDisaggScheduler(limits, blocks, slots, self._runner.eos_token_ids)
-            case "hybrid":
-                return Scheduler(limits, blocks, self._runner.eos_token_ids)
+    async def _open_transfers(
+        self, memory: PoolMemory, session: ClientSession, tasks: asyncio.TaskGroup
+    ) -> str:
+        """The endpoint that peers are told."""
+        self._manager = parts.transfers(self._spec, memory, session, self._transfers_news.set)
+        endpoint = await self._manager.start()
+        tasks.create_task(self._manager.run())
+        tasks.create_task(self._follow_transfers(self._manager))
+        return endpoint
 
-    def _transfers(self, memory: PoolMemory, session: ClientSession) -> KVTransferManager:
-        async def route(source: messages.Source) -> messages.Route:
-            timeout_s = self._config.timeouts.connect_s
-            client = BootstrapClient(session, source.host, source.port, self._spec.key, timeout_s)
-            return await fetch_route(client, _ROUTE_S, time.monotonic)
-
-        return KVTransferManager(
-            role="prefill" if self._spec.role == "prefill" else "decode",
-            rank=self._spec.rank,
-            layout=self._runner.layout,
-            memory=memory,
-            transport=open_transport(self._config.transfer, memory),
-            key=self._spec.key,
-            local_ip=self._spec.disagg.local_ip,
-            timeouts=self._config.timeouts,
-            limits=TransferLimits(rooms_per_peer=self._config.security.max_rooms_per_peer),
-            routes=route,
-            wake=self._transfers_moved,
-            clock=time.monotonic,
-            wall=time.time,
-        )
-
-    async def _stay_registered(
-        self, session: ClientSession, endpoint: str, spec: ModelSpec, blocks: int
-    ) -> None:
-        disagg, parallel = self._spec.disagg, self._config.parallel
-        timeouts = self._config.timeouts
-        said = messages.RegisterRank(
-            attn_tp_size=parallel.tp,
-            attn_cp_size=parallel.cp,
-            dp_size=parallel.dp,
-            rank=self._spec.rank,
-            rank_ip=disagg.local_ip,
-            rank_port=int(endpoint.rpartition(":")[2]),
-            instance_epoch=self._spec.epoch,
-            fingerprint=self._runner.layout,
-            max_prompt_tokens=min(spec.max_model_len, blocks * self._runner.layout.block_size),
-            process=this_process(),
-        )
-        client = BootstrapClient(
-            session,
-            disagg.bootstrap_host,
-            disagg.bootstrap_port,
-            self._spec.key,
-            timeouts.connect_s,
-        )
-        await keep_registered(client, said, timeouts.startup_s, self._lease, time.monotonic)
+    async def _stay_registered(self, client: BootstrapClient, said: RegisterRank) -> None:
+        startup_s = self._spec.config.timeouts.startup_s
+        await keep_registered(client, said, startup_s, self._lease, time.monotonic)
 
     def _lease(self, reason: str | None) -> None:
         if reason is not None:
@@ -240,22 +170,22 @@ class Worker:
             output = Output(room=message.room, problem=problem, attempt=message.attempt)
             self._link.tell(Outputs(items=(output,)))
 
-    def _transfers_moved(self) -> None:
-        """The manager has events. Not handled here and now: it may be in the middle of a call."""
-        self._loop.call_soon(self._take_events)
-
-    def _take_events(self) -> None:
-        assert self._manager is not None
-        now = time.monotonic()
-        for event in self._manager.take_events():
-            self._sched.feed(event, now)
-        self._moved()
+    async def _follow_transfers(self, manager: KVTransferManager) -> NoReturn:
+        """A task of its own: the manager tells of events in the middle of its calls."""
+        while True:
+            await self._transfers_news.wait()
+            self._transfers_news.clear()
+            now = time.monotonic()
+            for event in manager.take_events():
+                self._sched.feed(event, now)
+            self._moved()
 
     def _moved(self) -> None:
         """Something changed, perhaps while a batch runs: act on it now, plan when it has ended."""
         if not self._stop.is_set():
             self._carry_out()
             self._wake.set()
+            self._news.set()
 
     # Steps.
 
@@ -299,7 +229,7 @@ class Worker:
                     self._link.tell(effect)
                 case _:
                     assert self._manager is not None, "a hybrid scheduler transfers nothing"
-                    transfer(self._manager, effect)
+                    parts.transfer(self._manager, effect)
         if said:
             self._link.tell(Outputs(items=tuple(said)))
 
@@ -313,21 +243,22 @@ class Worker:
         self._loop.call_soon_threadsafe(self._tell_loading, stage, done, total)
 
     def _tell_loading(self, stage: str, done: int, total: int) -> None:
-        self._link.tell(messages.Loading(stage=stage, done=done, total=total))
+        if not self._stop.is_set():  # the thread goes on to the end of what it does
+            self._link.tell(messages.Loading(stage=stage, done=done, total=total))
 
     async def _report(self) -> NoReturn:
         """Figures soon after something moved, and every second anyhow."""
         while True:
+            self._news.clear()
             self._link.tell(self._stats())
             await asyncio.sleep(_STATS_LEAST_S)
-            self._news.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STATS_S - _STATS_LEAST_S):
                     await self._news.wait()
 
     async def _log_steps(self) -> NoReturn:
         """A status line every so often while there is work."""
-        before, every_s = 0, self._config.log.step_every_s
+        before, every_s = 0, self._spec.config.log.step_every_s
         while True:
             await asyncio.sleep(every_s or _STATS_S)
             stats = self._stats()
@@ -362,63 +293,31 @@ class Worker:
         )
 
 
-def transfer(manager: KVTransferManager, effect: TransferEffect) -> None:
-    """Hand one effect of a scheduler to the transfer side."""
-    match effect:
-        case ExpectHandshakes(room, attempt, prompt_tokens, prompt_hash, deadline):
-            manager.expect(room, attempt, prompt_tokens, prompt_hash, deadline)
-        case TellStarted(room, attempt):
-            manager.started(room, attempt)
-        case SendBlocks(room, attempt, blocks, first_block, last):
-            manager.send(room, attempt, blocks, first_block, last)
-        case AbortSend(room, attempt, problem):
-            manager.abort_send(room, attempt, problem)
-        case OpenReceiver(room, attempt, source, deadline):
-            manager.open_receiver(room, attempt, source, deadline)
-        case AdmitReceiver():
-            manager.admit(
-                effect.room,
-                effect.attempt,
-                effect.blocks,
-                effect.first_block,
-                effect.slot,
-                effect.prompt_tokens,
-                effect.prompt_hash,
-                effect.deadline,
-            )
-        case AbortReceiver(room, attempt, reason):
-            manager.abort_receive(room, attempt, reason)
-
-
 async def serve(spec: WorkerSpec) -> int:
     """The worker's exit status: 0 when it was told to stop."""
-    link: Link[ToWorker, FromWorker] = Link(
-        zmq.asyncio.Context.instance(), messages.TO_WORKER, messages.FROM_WORKER
-    )
+    context = zmq.asyncio.Context()  # the link's own: what waits in it is sent before we end
+    link: Link[ToWorker, FromWorker] = Link(context, messages.TO_WORKER, messages.FROM_WORKER)
     link.connect(spec.endpoint)
-    worker = Worker(spec, link)
     folder = Path(spec.endpoint.removeprefix("ipc://")).parent
     asyncio.get_running_loop().add_reader(0, _orphaned, folder)
     try:
-        await worker.run()
+        await Worker(spec, link).run()
     except ExceptionGroup as group:  # the shell: whatever it was, it is told, and we end
-        error = _first(group)
-        structlog.get_logger().error("worker_failed", exc_info=error)
-        code = error.code if isinstance(error, PdrtError) else "worker_failed"
-        problem = Problem(code=code, message=str(error)[:8000] or repr(error)[:8000])
-        await link.send_last(messages.Fatal(problem=problem))
+        await _confess(link, first_of(group))
         return 1
     finally:
         link.close(linger_ms=500)
+        context.term()
     return 0
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The innermost first exception."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+async def _confess(link: Link[ToWorker, FromWorker], error: BaseException) -> None:
+    structlog.get_logger().error("worker_failed", exc_info=error)
+    code = error.code if isinstance(error, PdrtError) else "worker_failed"
+    problem = Problem(code=code, message=str(error)[:8000] or repr(error)[:8000])
+    with contextlib.suppress(TimeoutError):  # a supervisor that does not read knows nothing
+        async with asyncio.timeout(_CONFESS_S):
+            await link.send_last(messages.Fatal(problem=problem))
 
 
 def _orphaned(folder: Path) -> None:
@@ -434,15 +333,20 @@ def _orphaned(folder: Path) -> None:
 def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides when we end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    spec = read_spec(0)
+    try:
+        spec = read_spec(0)
+    except BadMessage as error:
+        sys.exit(f"pdrt worker: {error}")
     setproctitle.setproctitle(spec.title)
     log = spec.config.log
     telemetry.configure(log.level, log.format, process=spec.role, worker=str(spec.rank))
     sys.setswitchinterval(0.001)  # the loop must not wait 5 ms for the device thread's Python
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(serve(spec))
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    code = runner.run(serve(spec))
     sys.stderr.flush()
-    os._exit(code)  # a forward that is still running in the device thread is nobody's business
+    # Neither the loop nor Python is wound up: a forward or a load that still runs in the device
+    # thread is nobody's business, and nothing of ours outlives the process.
+    os._exit(code)
 
 
 if __name__ == "__main__":

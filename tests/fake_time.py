@@ -18,6 +18,11 @@ class FakeTime:
     def clock(self) -> float:
         return self.now
 
+    @property
+    def sleeping(self) -> int:
+        """How many sleep; of those that gave up, until their time comes."""
+        return len(self._sleepers)
+
     async def sleep(self, seconds: float) -> None:
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._sleepers, (self.now + seconds, next(self._order), woken))

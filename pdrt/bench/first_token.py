@@ -10,7 +10,7 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
@@ -24,6 +24,7 @@ from pdrt.up.layout import Part
 from pdrt.up.shell import Asked, MakeMeanwhile, Meanwhile
 
 Path_: TypeAlias = Literal["disagg", "local"]
+Sleep: TypeAlias = Callable[[float], Awaitable[None]]
 PROMPT: Final = "The quick brown fox jumps over the lazy dog."
 _WARM_UP: Final = 5
 _TIMEOUT_S: Final = 60.0
@@ -64,12 +65,16 @@ async def first_token_ms(
 
 
 async def measure(
-    disagg_url: str, colocated_url: str, rounds: int, clock: Callable[[], float] = time.perf_counter
+    disagg_url: str,
+    colocated_url: str,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Sleep = asyncio.sleep,
 ) -> tuple[Times, Times]:
     """Alternate `rounds` requests over both paths. Raises Unavailable."""
     apart, together = Times("disagg"), Times("local")
     async with ClientSession(timeout=ClientTimeout(total=_TIMEOUT_S)) as session:
-        await _settle(session, disagg_url, clock)
+        await _settle(session, disagg_url, clock, sleep)
         for number in track(range(-_WARM_UP, rounds), "measuring", console=Console(stderr=True)):
             for times, url in ((apart, disagg_url), (together, colocated_url)):
                 took = await first_token_ms(session, url, times.path, clock)
@@ -78,7 +83,9 @@ async def measure(
     return apart, together
 
 
-async def _settle(session: ClientSession, url: str, clock: Callable[[], float]) -> None:
+async def _settle(
+    session: ClientSession, url: str, clock: Callable[[], float], sleep: Sleep
+) -> None:
     """Until the pair of instances has proved itself: before, the hybrid one stands in for it."""
     until = clock() + _SETTLE_S
     while True:
@@ -87,7 +94,7 @@ async def _settle(session: ClientSession, url: str, clock: Callable[[], float]) 
         except Unavailable:
             if clock() > until:
                 raise
-            await asyncio.sleep(_SETTLE_STEP_S)
+            await sleep(_SETTLE_STEP_S)
         else:
             return
 

@@ -126,6 +126,7 @@ WORKER: Table[WorkerState, object, object] = Table(
         (_W.WAITING, StopAsked): Edge(_W.STOPPED),
     },
     ignored={
+        (_W.SPAWNING, SaidReady): "said by a life that is over",
         (_W.READY, SaidReady): "said twice",
         (_W.WAITING, SaidReady): "read from its socket after its death",
         **{(s, e): "the worker is over" for s in (_W.STOPPED, _W.FAILED) for e in WORKER_EVENTS},

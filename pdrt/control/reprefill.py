@@ -1,27 +1,29 @@
 """How a decode leader has a retracted room computed again by the prefill side that it came from.
 
 The promise: each request is remembered from its Submit to its end and no longer, and asking
-ends with an answer or a PdrtError by the request's own deadline; then the worker computes the
+ends with an answer or a PdrtError, at the latest with its request; then the worker computes the
 room itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 from pydantic import TypeAdapter
 
 from pdrt.control.bootstrap_client import BootstrapClient
+from pdrt.control.heartbeat import Time
 from pdrt.control.http import Json, error_from_answer, error_of_client
 from pdrt.errors import Conflict, NotFound, Unavailable
 from pdrt.keys import ClusterKey
 from pdrt.messages import (
     AbortRoom,
     AskPrefill,
+    Rank,
     Rebind,
     Sampling,
     Source,
@@ -38,70 +40,99 @@ _SETTLE_STEP_S: Final = 0.02
 
 @dataclass(slots=True)
 class Origin:
-    """Where a room's prompt was computed, and what its request was."""
+    """Where a room's prompt was computed, what its request was, and which worker answers it."""
 
+    rank: Rank
     submit: Submit
     source: Source
     deadline: float
+    asks: set[asyncio.Timeout] = field(default_factory=set)  # in flight
+
+    def end(self) -> None:
+        """Nobody wants an answer any more: leaving the other leader makes it stop computing."""
+        for ask in self.asks:
+            ask.reschedule(asyncio.get_running_loop().time())
 
 
 class Reprefill:
-    """`heard` sees all that is told to workers, `over` each room's end."""
+    """`told` sees all that workers are told, `over` each room's end, `lost` each worker's."""
 
     def __init__(
         self,
         session: ClientSession,
         key: ClusterKey,
         connect_s: float,
-        clock: Callable[[], float],
+        time: Time,
         wall: Callable[[], float],
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._sleep = sleep
         self._session, self._key, self._connect_s = session, key, connect_s
-        self._clock, self._wall = clock, wall
+        self._time, self._wall = time, wall
         self._origins: dict[int, Origin] = {}
 
     def __len__(self) -> int:
         return len(self._origins)
 
-    def heard(self, message: ToWorker) -> None:
+    def told(self, rank: Rank, message: ToWorker) -> None:
         match message:
             case Submit(source=Source() as source):
-                deadline = self._clock() + message.time_left
-                self._origins[message.room] = Origin(message, source, deadline)
+                self._forget(message.room)  # an older attempt, whose place this one takes
+                deadline = self._time.clock() + message.time_left
+                self._origins[message.room] = Origin(rank, message, source, deadline)
             case Rebind() if origin := self._origins.get(message.room):
                 origin.source = message.source
             case AbortRoom():
-                self.over(message.room)
+                self._forget(message.room)
             case _:
                 pass
 
-    def over(self, room: int) -> None:
-        self._origins.pop(room, None)
+    def over(self, room: int, attempt: int) -> None:
+        """A worker said the room's last output; of an older attempt it means nothing now."""
+        origin = self._origins.get(room)
+        if origin is not None and not 0 <= attempt < origin.submit.attempt:
+            self._forget(room)
+
+    def lost(self, rank: Rank) -> None:
+        """All that this worker answered is over."""
+        for room in [room for room, origin in self._origins.items() if origin.rank == rank]:
+            self._forget(room)
+
+    def _forget(self, room: int) -> None:
+        if origin := self._origins.pop(room, None):
+            origin.end()
 
     async def ask(self, wanted: AskPrefill) -> None:
         """Until decode's memory holds the room's tokens. Raises PdrtError."""
         origin = self._origins.get(wanted.room)
         if origin is None:
             raise NotFound(f"room {wanted.room} is not in flight")
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                origin.asks.add(limit)
+                await self._ask(wanted, origin)
+        except TimeoutError:
+            raise NotFound(f"room {wanted.room} has ended") from None
+        finally:
+            origin.asks.discard(limit)
+
+    async def _ask(self, wanted: AskPrefill, origin: Origin) -> None:
         client = BootstrapClient(
             self._session, origin.source.host, origin.source.port, self._key, self._connect_s
         )
         leader = (await client.health()).http
         if not leader:
             raise Unavailable(f"{client.where} does not say where its leader is")
-        patience = self._clock() + _SETTLE_S
+        patience = self._time.clock() + _SETTLE_S
         while True:
-            left = max(origin.deadline - self._clock(), 0.001)
+            left = max(origin.deadline - self._time.clock(), 0.001)
             try:
                 await self._post(
                     f"{leader}/internal/prefill", self._body(wanted, origin, left), left
                 )
             except Conflict:  # the attempt before is being wound up there
-                if self._clock() > patience:
+                if self._time.clock() > patience:
                     raise
-                await self._sleep(_SETTLE_STEP_S)
+                await self._time.sleep(_SETTLE_STEP_S)
             else:
                 return
 

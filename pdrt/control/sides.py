@@ -49,11 +49,13 @@ class Side(Protocol):
 
     def actors(self) -> list[Coroutine[Any, Any, None]]: ...
 
-    def told(self, message: ToWorker) -> None:
+    def told(self, rank: Rank, message: ToWorker) -> None:
         """A worker was told this."""
         ...
 
-    def ended(self, room: int) -> None: ...
+    def ended(self, room: int, attempt: int) -> None:
+        """A worker said its last of this."""
+        ...
 
     def lost(self, rank: Rank) -> None:
         """A worker's process has ended."""
@@ -83,9 +85,9 @@ class HybridSide:
     def actors(self) -> list[Coroutine[Any, Any, None]]:
         return []
 
-    def told(self, _message: ToWorker) -> None: ...
+    def told(self, _rank: Rank, _message: ToWorker) -> None: ...
 
-    def ended(self, _room: int) -> None: ...
+    def ended(self, _room: int, _attempt: int) -> None: ...
 
     def lost(self, _rank: Rank) -> None: ...
 
@@ -133,9 +135,9 @@ class PrefillSide:
     def actors(self) -> list[Coroutine[Any, Any, None]]:
         return [self._callers.run()]
 
-    def told(self, _message: ToWorker) -> None: ...
+    def told(self, _rank: Rank, _message: ToWorker) -> None: ...
 
-    def ended(self, _room: int) -> None: ...
+    def ended(self, _room: int, _attempt: int) -> None: ...
 
     def lost(self, rank: Rank) -> None:
         self._state.withdraw(rank)
@@ -164,22 +166,23 @@ class DecodeSide:
         session = await stack.enter_async_context(ClientSession())
         timing = _timing(self._config)
         probe = bootstrap_probe(session, self._key, timing.timeout_s, f"{url} {self.epoch}")
-        self._heartbeat = Heartbeat(probe, self._tell, timing, Time(time.monotonic))
-        connect_s = self._config.timeouts.connect_s
-        self._reprefill = Reprefill(session, self._key, connect_s, time.monotonic, time.time)
+        own_time, connect_s = Time(time.monotonic), self._config.timeouts.connect_s
+        self._heartbeat = Heartbeat(probe, self._tell, timing, own_time)
+        self._reprefill = Reprefill(session, self._key, connect_s, own_time, time.time)
 
     def actors(self) -> list[Coroutine[Any, Any, None]]:
         return [self._heartbeat.run()]
 
-    def told(self, message: ToWorker) -> None:
-        self._reprefill.heard(message)
+    def told(self, rank: Rank, message: ToWorker) -> None:
+        self._reprefill.told(rank, message)
         if isinstance(message, Submit | Rebind) and message.source is not None:
             self._heartbeat.watch(message.source.host, message.source.port)
 
-    def ended(self, room: int) -> None:
-        self._reprefill.over(room)
+    def ended(self, room: int, attempt: int) -> None:
+        self._reprefill.over(room, attempt)
 
-    def lost(self, _rank: Rank) -> None: ...
+    def lost(self, rank: Rank) -> None:
+        self._reprefill.lost(rank)
 
     async def prefill_again(self, wanted: AskPrefill) -> None:
         await self._reprefill.ask(wanted)

@@ -1,7 +1,8 @@
 """One device worker seen from its supervisor: started, heard, and started again when it dies.
 
-The promise: the death of a worker is told once, after all it had said, and at once; what was
-told to a worker that is not ready raises PeerLost instead of being lost.
+The promises: the death of a worker is told once, after all it had said, and at once; what was
+told to a worker that is not ready raises PeerLost instead of being lost; after `stop` no process
+is left, whatever its life was at.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -18,6 +19,7 @@ import structlog
 import zmq.asyncio
 
 from pdrt import messages
+from pdrt.control.heartbeat import Time
 from pdrt.control.lives import (
     WORKER,
     Exited,
@@ -28,14 +30,15 @@ from pdrt.control.lives import (
     TooOften,
     WorkerState,
 )
-from pdrt.errors import PeerLost
+from pdrt.errors import ConfigError, Overloaded, PeerLost
 from pdrt.link import Link
 from pdrt.messages import FromWorker, Problem, Rank, ToWorker
 from pdrt.spawn import WorkerSpec
 
+_PROGRAM: Final = (sys.executable, "-m", "pdrt.worker")
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 10.0
-_MAX_DEATHS: Final = 5  # in a row, each before it served for _SOUND_S
+_MAX_DEATHS: Final = 5  # in a row, each before it was ready for _SOUND_S
 _SOUND_S: Final = 30.0
 _STOP_S: Final = 5.0
 
@@ -60,23 +63,23 @@ class WorkerHandle:
         make_spec: Callable[[str], WorkerSpec],
         folder: Path,
         heard: Heard,
-        clock: Callable[[], float],
+        time: Time,
     ) -> None:
         self.rank = rank
+        self.program: Sequence[str] = _PROGRAM
         self.state = WorkerState.SPAWNING
         self.ready: messages.Ready | None = None
         self.stats = messages.Stats()
-        self.stats_at = clock()
+        self.stats_at = time.clock()
         self.loading: messages.Loading | None = None
         self.lives = 0
         self.last_problem: Problem | None = None
         self.pid: int | None = None
-        self._make_spec, self._folder, self._heard, self._clock = make_spec, folder, heard, clock
-        self._context = zmq.asyncio.Context.instance()
+        self._make_spec, self._folder, self._heard, self._time = make_spec, folder, heard, time
         self._link: Link[FromWorker, ToWorker] | None = None
-        self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
-        self._last_words: list[Problem] = []  # why this life could not go on
+        self._ready_at: float | None = None
+        self._last_words: Problem | None = None  # why this life could not go on
         self._log = structlog.get_logger().bind(worker=str(rank))
 
     def tell(self, message: ToWorker) -> None:
@@ -85,87 +88,115 @@ class WorkerHandle:
             raise PeerLost(f"worker {self.rank} is {self.state}, not ready")
         self._link.tell(message)
 
+    def stop(self) -> None:
+        """Ask the worker to end, or make it end; `run` returns when its process is gone.
+
+        The death that follows is nobody's loss and is not told.
+        """
+        self._stopping.set()
+
     async def run(self) -> None:
-        deaths, stop = 0, asyncio.create_task(self._stopping.wait())
+        deaths = 0
         try:
             while not self._stopping.is_set():
-                born = self._clock()
                 problem = await self._live()
                 if self._stopping.is_set():
-                    break
-                deaths = 1 if self._clock() - born > _SOUND_S else deaths + 1
-                self._step(Exited())
-                self.last_problem = problem
-                final = deaths >= _MAX_DEATHS
-                if final:
-                    self._step(TooOften())
-                self._heard(self, Lost(problem, final))
-                if final:
                     return
-                pause = min(_FIRST_PAUSE_S * 2 ** (deaths - 1), _LONGEST_PAUSE_S)
-                self._log.warning("worker ended", reason=problem.message, again_in_s=pause)
-                await asyncio.wait([stop], timeout=pause)
-                self._step(PauseOver())
+                deaths = 1 if self._was_sound() else deaths + 1
+                is_hopeless = problem.code == ConfigError.code  # the next life would read it too
+                if not await self._start_again(problem, deaths, is_hopeless):
+                    return
         finally:
-            stop.cancel()
             self._step(StopAsked())
 
-    async def stop(self) -> None:
-        """Ask the worker to end, then make it end; returns when its process is gone."""
-        self._stopping.set()
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
-        if self._link is not None:
-            self._link.tell(messages.Stop())
-        try:
-            async with asyncio.timeout(_STOP_S):
-                await process.wait()
-        except TimeoutError:
-            self._log.warning("worker did not stop when asked and is killed")
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+    def _was_sound(self) -> bool:
+        """Whether the life that has ended was ready for a good while, however long it loaded."""
+        return self._ready_at is not None and self._time.clock() - self._ready_at > _SOUND_S
+
+    async def _start_again(self, problem: Problem, deaths: int, is_hopeless: bool) -> bool:
+        """Tell the loss; whether there is another life, and then not before its pause is over."""
+        self.last_problem = problem
+        final = is_hopeless or deaths >= _MAX_DEATHS
+        self._step(Exited())
+        if final:
+            self._step(TooOften())
+        self._heard(self, Lost(problem, final))
+        if final:
+            return False
+        pause = min(_FIRST_PAUSE_S * 2 ** (deaths - 1), _LONGEST_PAUSE_S)
+        self._log.warning("worker_ended", reason=problem.message, again_in_s=pause)
+        if await _ends_before(self._time.sleep(pause), self._stopping.wait()):
+            self._step(PauseOver())
+        return True
+
+    # One life.
 
     async def _live(self) -> Problem:
-        """One life of the process, from spawn to exit; says why it ended."""
+        """From spawn to exit; says why it ended."""
         self.lives += 1
+        self._ready_at = self._last_words = None
         path = self._folder / f"w{self.rank.dp}-{self.rank.cp}-{self.rank.tp}.{self.lives}"
-        link = Link(self._context, messages.FROM_WORKER, messages.TO_WORKER)
-        self._last_words.clear()
+        link = Link(zmq.asyncio.Context.instance(), messages.FROM_WORKER, messages.TO_WORKER)
         try:
             link.bind(f"ipc://{path}")
-            spec = self._make_spec(f"ipc://{path}")
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "pdrt.worker",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=sys.stderr,
-            )
-            self._process, self._link, self.pid = process, link, process.pid
-            assert process.stdin is not None
-            process.stdin.write(spec.line())  # and stays open: its end would mean our death
-            self._step(Spawned())
-            async with asyncio.TaskGroup() as tasks:
-                talking = [tasks.create_task(link.run()), tasks.create_task(self._listen(link))]
-                code = await process.wait()
-                for task in talking:
-                    task.cancel()
-            for message in await link.unread():
-                self._hear(message)
-            if self._last_words:
-                return self._last_words[-1]
-            return Problem(
-                code=PeerLost.code, message=f"worker {self.rank} ended with exit status {code}"
-            )
+            process = await self._spawn(f"ipc://{path}")
+            await self._accompany(process, link)
         except OSError as error:
-            return Problem(code=PeerLost.code, message=f"worker {self.rank} did not start: {error}")
+            message = f"worker {self.rank} did not start: {error}"
+            return Problem(code=PeerLost.code, message=message)
         finally:
             self._link, self.ready, self.loading, self.pid = None, None, None, None
+            self.stats = messages.Stats()  # it holds nothing any more
             link.close()
             path.unlink(missing_ok=True)
-            self._kill_leftover()
+        return self._why(process.returncode)
+
+    def _why(self, code: int | None) -> Problem:
+        if self._last_words is not None:
+            return self._last_words
+        message = f"worker {self.rank} ended with exit status {code}"
+        return Problem(code=PeerLost.code, message=message)
+
+    async def _spawn(self, endpoint: str) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            *self.program, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr
+        )
+        assert process.stdin is not None
+        # And it stays open: its end would mean our death.
+        process.stdin.write(self._make_spec(endpoint).line())
+        return process
+
+    async def _accompany(
+        self, process: asyncio.subprocess.Process, link: Link[FromWorker, ToWorker]
+    ) -> None:
+        """Talk with the process until it has ended and all it said is heard."""
+        self._link, self.pid = link, process.pid
+        self._step(Spawned())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                talk = [tasks.create_task(link.run()), tasks.create_task(self._listen(link))]
+                if not await _ends_before(process.wait(), self._stopping.wait()):
+                    await self._end(process, link)
+                for each in talk:
+                    each.cancel()
+        finally:  # cancelled, the process may still live; nobody else would end it
+            _kill(process)
+            await process.wait()
+        for message in await link.unread():
+            self._hear(message)
+
+    async def _end(
+        self, process: asyncio.subprocess.Process, link: Link[FromWorker, ToWorker]
+    ) -> None:
+        """A worker that still loads has nothing that an orderly end would save."""
+        if self.ready is not None:
+            with contextlib.suppress(Overloaded):
+                link.tell(messages.Stop())
+            if await _ends_before(process.wait(), self._time.sleep(_STOP_S)):
+                return
+            self._log.warning("worker did not stop when asked and is killed")
+        _kill(process)
+        await process.wait()
 
     async def _listen(self, link: Link[FromWorker, ToWorker]) -> None:
         async for message in link.listen():
@@ -175,23 +206,34 @@ class WorkerHandle:
         match message:
             case messages.Ready():
                 self.ready = message
-                self.stats_at = self._clock()
+                self._ready_at = self.stats_at = self._time.clock()
                 self._step(SaidReady())
             case messages.Loading():
                 self.loading = message
             case messages.Stats():
-                self.stats, self.stats_at = message, self._clock()
+                self.stats, self.stats_at = message, self._time.clock()
             case messages.Fatal():
-                self._last_words.append(message.problem)
+                self._last_words = message.problem
             case messages.Outputs() | messages.AskPrefill():
                 pass
         self._heard(self, message)
 
-    def _kill_leftover(self) -> None:
-        """When we are cancelled the process may still live; nobody else would end it."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-
     def _step(self, event: object) -> None:
         self.state, _ = WORKER.step(self.state, self, event)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+
+async def _ends_before(this: Awaitable[object], other: Awaitable[object]) -> bool:
+    """Whether `this` has ended when one of the two has; what has not is cancelled."""
+    first, second = asyncio.ensure_future(this), asyncio.ensure_future(other)
+    try:
+        await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
+        return first.done()
+    finally:
+        first.cancel()
+        second.cancel()

@@ -13,11 +13,11 @@ from pdrt.messages import KvLayout
 _CGROUP: Final = Path("/sys/fs/cgroup/memory.max")
 
 
-def host_bytes() -> int:
+def host_bytes(limit: Path = _CGROUP) -> int:
     """Memory of this machine, or of the container that we are in when that is less."""
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        return min(found, int(_CGROUP.read_text()))
+        return min(found, int(limit.read_text()))
     except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
         return found
 

@@ -667,6 +667,32 @@ async def test_a_retracted_room_is_prefilled_again_with_its_output() -> None:
         assert (await rig.post("/internal/prefill", body, headers=BEARER)).status == 404
 
 
+async def test_a_room_in_flight_is_prefilled_again_only_after_its_end() -> None:
+    """The older attempt, whose KV decode has, is not superseded; whoever asked asks again."""
+    body = {
+        "bootstrap_room": 7,
+        "input_ids": [1, 2, 3, 4],
+        "prompt_tokens": 3,
+        "sampling": {"max_tokens": 9},
+        "time_left_s": 5.0,
+    }
+
+    def again(attempt: int) -> dict[str, Any]:
+        token = KEY.room_token(7, attempt, WALL + 9)
+        return body | {"attempt": attempt, "transfer_token": token}
+
+    async with rigged("prefill") as rig:
+        first = asyncio.ensure_future(rig.post("/internal/prefill", again(1), headers=BEARER))
+        await rig.worker.next_submit()
+        refused = await rig.post("/internal/prefill", again(2), headers=BEARER)
+        assert (await error_of(refused))[:2] == (409, "conflict")
+        assert (rooms(rig), rig.worker.aborted) == (1, [])
+        rig.worker.say(7, out("", "prefilled"))
+        assert (await first).status == 200
+        rig.worker.script = [out("", "prefilled")]
+        assert (await rig.post("/internal/prefill", again(2), headers=BEARER)).status == 200
+
+
 # Who may come in, and what operators see.
 
 

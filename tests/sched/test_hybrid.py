@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pdrt.data.events import Quiet
+from pdrt.device.batch import Drawn, SeqStep
 from pdrt.errors import BadRequest, Conflict, Draining, Overloaded, PdrtError, TooLong
 from pdrt.messages import Submit, pack_ids
 from pdrt.sched.base import Scheduler
@@ -348,3 +349,31 @@ def test_a_draw_sees_prompt_and_output_apart() -> None:
     assert step.draw is not None
     assert step.draw.prompt_tokens == 3
     assert pack_ids(list(step.draw.history)[:4]) == pack_ids([1, 2, 3, next_token([1, 2, 3])])
+
+
+class DamagedDevice(FakeDevice):
+    """Computes what is no number for sequences of the marked lengths."""
+
+    damaged: frozenset[int] = frozenset()
+
+    def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
+        lengths = {step.key: step.start + len(step.tokens) for step in batch}
+        return [
+            replace(one, logprob=float("nan")) if lengths[one.key] in self.damaged else one
+            for one in super().execute(batch)
+        ]
+
+
+@pytest.mark.parametrize(("length", "said"), [(3, 0), (5, 2)])
+def test_what_is_no_number_ends_its_request_and_no_other(length: int, said: int) -> None:
+    """At the prompt's end or in the middle of an answer: an error, never a wrong token."""
+    device = DamagedDevice(64, B)
+    device.damaged = frozenset({length})
+    rig = Rig(Scheduler(LIMITS, 64, {EOS}), device)
+    rig.submit(submit(1, [1, 2, 3], max_tokens=6))
+    rig.submit(submit(2, [9] * 6, max_tokens=6))
+    finish(rig)
+    assert rig.said[1] == answer([1, 2, 3], said)
+    assert rig.ends == {1: ["bad_logits"], 2: ["length"]}
+    assert rig.said[2] == answer([9] * 6, 6)
+    assert is_baseline(rig.book)

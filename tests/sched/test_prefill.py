@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from pdrt.data.events import SLOT_COMPLETE, Quiet, SendEnded, SenderReady, SendFailed, SlotRecord
+from pdrt.device.batch import Drawn, SeqStep
 from pdrt.errors import BadRequest, Conflict, Draining, Overloaded, TooLong
 from pdrt.messages import Problem, pack_ids
 from pdrt.sched.effects import AbortSend, ExpectHandshakes, SendBlocks, TellStarted
@@ -296,3 +298,26 @@ def test_a_resumed_prompt_is_computed_with_its_output() -> None:
     (only,) = sends(rig)
     assert only.last is not None
     assert (only.last.kv_len, only.last.token) == (5, next_token([1, 2, 3, 4, 5]))
+
+
+class DamagedDevice(FakeDevice):
+    """Computes what is no number."""
+
+    def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
+        return [replace(one, logprob=float("nan")) for one in super().execute(batch)]
+
+
+def test_what_is_no_number_is_never_a_first_token() -> None:
+    """No slot is written; what left already is called back, and its blocks wait for that."""
+    rig = Rig(PrefillDisaggScheduler(LIMITS, 64), DamagedDevice(64, B))
+    rig.submit(submit(1, PROMPT))
+    rig.feed(SenderReady(1, 0, 0))
+    rig.step()
+    rig.step()
+    assert [send.last for send in sends(rig)] == [None]
+    (abort,) = [e for e in rig.take(AbortSend) if isinstance(e, AbortSend)]
+    assert (abort.room, abort.attempt, abort.problem.code) == (1, 0, "bad_logits")
+    assert rig.ends[1] == ["bad_logits"]
+    assert not is_baseline(rig.book)
+    rig.feed(SendEnded(1, 0, abort.problem))
+    assert is_baseline(rig.book)

@@ -1,0 +1,65 @@
+"""What a node shows of itself: its status, its health, and why a request would not succeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdrt.control.figures import load_of, worker_health, worker_status
+from pdrt.control.http import Json
+from pdrt.control.lives import NodeState
+from pdrt.control.parts import Parts
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    parts: Parts
+    model: str
+    max_model_len: int
+    clock: Callable[[], float]
+
+    def pool_tokens(self) -> int:
+        """Tokens that the smallest ready pool holds; 0 while none is known."""
+        ready = [handle.ready for handle in self.parts.handles if handle.ready is not None]
+        return min((r.blocks * r.layout.block_size for r in ready), default=0)
+
+    def stalled_s(self) -> float:
+        return self.clock() - self.parts.condition.turned_at
+
+    def why_not_ready(self) -> str:
+        """What keeps a request from succeeding, or nothing."""
+        condition, reasons = self.parts.condition, list(self.parts.side.missing())
+        if condition.state is not NodeState.READY:
+            absent = [f"worker {h.rank} is {h.state}" for h in self.parts.handles if not h.ready]
+            reasons = [f"the node is {condition.state}", *absent, *reasons]
+        elif not reasons and not condition.served_since_fault:
+            reasons = ["no request has succeeded since the start or the last fault"]
+        return "; ".join(reasons)
+
+    def health(self) -> Json:
+        parts = self.parts
+        return {
+            "role": parts.role,
+            "state": str(parts.condition.state),
+            "workers": [worker_health(handle) for handle in parts.handles],
+            "missing": list(parts.side.missing()),
+            "peers": {p.name: f"{p.health}: {p.reason}".rstrip(": ") for p in parts.side.peers()},
+        }
+
+    def status(self) -> Json:
+        parts, now, bootstrap = self.parts, self.clock(), self.parts.side.bootstrap
+        return {
+            "role": parts.role,
+            "state": str(parts.condition.state),
+            "model": self.model,
+            "instance_epoch": parts.side.epoch,
+            "bootstrap_host": bootstrap[0] if bootstrap else None,
+            "bootstrap_port": bootstrap[1] if bootstrap else None,
+            "dp_size": len(parts.handles),
+            "ready_ranks": [h.rank.dp for h in parts.handles if h.ready is not None],
+            "max_model_len": self.max_model_len,
+            "load": load_of(parts.handles),
+            "rooms": parts.dispatcher.load().rooms,
+            "last_fault_at": parts.condition.fault_at or None,
+            "workers": [worker_status(handle, now) for handle in parts.handles],
+        }

@@ -1,0 +1,144 @@
+"""The parts of a device worker, made from its spec."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from aiohttp import ClientSession
+
+from pdrt import messages
+from pdrt.control.bootstrap_client import BootstrapClient, fetch_route
+from pdrt.data.limits import Limits as TransferLimits
+from pdrt.data.manager import KVTransferManager
+from pdrt.data.memory import PoolMemory
+from pdrt.data.process import this_process
+from pdrt.data.transport.choose import open_transport
+from pdrt.device.batch import Runner
+from pdrt.sched.base import Scheduler
+from pdrt.sched.decode import DecodeDisaggScheduler
+from pdrt.sched.effects import (
+    AbortReceiver,
+    AbortSend,
+    AdmitReceiver,
+    ExpectHandshakes,
+    OpenReceiver,
+    SendBlocks,
+    TellStarted,
+)
+from pdrt.sched.limits import Limits
+from pdrt.sched.prefill import PrefillDisaggScheduler
+from pdrt.spawn import WorkerSpec
+
+_ROUTE_S: Final = 5.0  # how long a decode rank asks for a route that is not there yet
+
+TransferEffect: TypeAlias = (
+    ExpectHandshakes
+    | TellStarted
+    | SendBlocks
+    | AbortSend
+    | OpenReceiver
+    | AdmitReceiver
+    | AbortReceiver
+)
+AnyScheduler: TypeAlias = Scheduler | PrefillDisaggScheduler | DecodeDisaggScheduler
+
+
+def scheduler(spec: WorkerSpec, runner: Runner, blocks: int) -> AnyScheduler:
+    """The one of the worker's role."""
+    config, transfer = spec.config.scheduler, spec.config.transfer
+    limits = Limits(
+        block_size=config.block_size,
+        max_batch_size=config.max_batch_size,
+        max_prefill_tokens=config.max_prefill_tokens,
+        reserved_tokens=config.num_reserved_decode_tokens,
+        max_waiting=config.max_waiting,
+        retraction=config.retraction,
+        chunked=transfer.chunked,
+        rebind_grace_s=spec.config.timeouts.rebind_grace_s,
+    )
+    match spec.role:
+        case "prefill":
+            return PrefillDisaggScheduler(limits, blocks)
+        case "decode":
+            return DecodeDisaggScheduler(limits, blocks, transfer.slots, runner.eos_token_ids)
+        case "hybrid":
+            return Scheduler(limits, blocks, runner.eos_token_ids)
+
+
+def transfers(
+    spec: WorkerSpec, memory: PoolMemory, session: ClientSession, wake: Callable[[], None]
+) -> KVTransferManager:
+    """The transfer side of a prefill or decode worker; `wake` is called when it has events."""
+
+    async def route(source: messages.Source) -> messages.Route:
+        client = bootstrap(spec, session, source.host, source.port)
+        return await fetch_route(client, _ROUTE_S, time.monotonic)
+
+    return KVTransferManager(
+        role="prefill" if spec.role == "prefill" else "decode",
+        rank=spec.rank,
+        layout=memory.layout,
+        memory=memory,
+        transport=open_transport(spec.config.transfer, memory),
+        key=spec.key,
+        local_ip=spec.disagg.local_ip,
+        timeouts=spec.config.timeouts,
+        limits=TransferLimits(rooms_per_peer=spec.config.security.max_rooms_per_peer),
+        routes=route,
+        wake=wake,
+        clock=time.monotonic,
+        wall=time.time,
+    )
+
+
+def bootstrap(spec: WorkerSpec, session: ClientSession, host: str, port: int) -> BootstrapClient:
+    return BootstrapClient(session, host, port, spec.key, spec.config.timeouts.connect_s)
+
+
+def registration(
+    spec: WorkerSpec, memory: PoolMemory, endpoint: str, max_model_len: int
+) -> messages.RegisterRank:
+    """What a prefill rank says of itself to its bootstrap server."""
+    parallel, layout = spec.config.parallel, memory.layout
+    return messages.RegisterRank(
+        attn_tp_size=parallel.tp,
+        attn_cp_size=parallel.cp,
+        dp_size=parallel.dp,
+        rank=spec.rank,
+        rank_ip=spec.disagg.local_ip,
+        rank_port=int(endpoint.rpartition(":")[2]),
+        instance_epoch=spec.epoch,
+        fingerprint=layout,
+        max_prompt_tokens=min(max_model_len, memory.blocks * layout.block_size),
+        process=this_process(),
+    )
+
+
+def transfer(manager: KVTransferManager, effect: TransferEffect) -> None:
+    """Hand one effect of a scheduler to the transfer side."""
+    match effect:
+        case ExpectHandshakes(room, attempt, prompt_tokens, prompt_hash, deadline):
+            manager.expect(room, attempt, prompt_tokens, prompt_hash, deadline)
+        case TellStarted(room, attempt):
+            manager.started(room, attempt)
+        case SendBlocks(room, attempt, blocks, first_block, last):
+            manager.send(room, attempt, blocks, first_block, last)
+        case AbortSend(room, attempt, problem):
+            manager.abort_send(room, attempt, problem)
+        case OpenReceiver(room, attempt, source, deadline):
+            manager.open_receiver(room, attempt, source, deadline)
+        case AdmitReceiver():
+            manager.admit(
+                effect.room,
+                effect.attempt,
+                effect.blocks,
+                effect.first_block,
+                effect.slot,
+                effect.prompt_tokens,
+                effect.prompt_hash,
+                effect.deadline,
+            )
+        case AbortReceiver(room, attempt, reason):
+            manager.abort_receive(room, attempt, reason)

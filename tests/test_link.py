@@ -1,0 +1,119 @@
+"""The pair of sockets between supervisor and worker: whole messages, and no last word lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from pdrt import messages
+from pdrt.errors import Overloaded, PeerLost
+from pdrt.link import Link
+from pdrt.messages import Drain, FromWorker, Loading, Stop, ToWorker
+
+
+class Ends:
+    def __init__(self, folder: Path, context: zmq.asyncio.Context, depth: int) -> None:
+        self.endpoint = f"ipc://{folder}/pair"
+        self.ours: Link[FromWorker, ToWorker] = Link(
+            context, messages.FROM_WORKER, messages.TO_WORKER, depth
+        )
+        self.theirs: Link[ToWorker, FromWorker] = Link(
+            context, messages.TO_WORKER, messages.FROM_WORKER
+        )
+
+
+@asynccontextmanager
+async def ends(folder: Path, depth: int = 100) -> AsyncIterator[Ends]:
+    with zmq.asyncio.Context() as context:
+        both = Ends(folder, context, depth)
+        both.ours.bind(both.endpoint)
+        both.theirs.connect(both.endpoint)
+        try:
+            yield both
+        finally:
+            both.ours.close()
+            both.theirs.close()
+
+
+def loading(number: int) -> Loading:
+    return Loading(stage="weights", done=number, total=1000)
+
+
+async def test_what_one_end_is_told_the_other_hears_in_order(tmp_path: Path) -> None:
+    async with ends(tmp_path) as both:
+        sending = asyncio.create_task(both.ours.run())
+        for message in (Drain(), Stop()):
+            both.ours.tell(message)
+        heard = both.theirs.listen()
+        assert [await anext(heard), await anext(heard)] == [Drain(), Stop()]
+        sending.cancel()
+
+
+async def test_a_message_waits_for_an_end_that_comes_later(tmp_path: Path) -> None:
+    async with ends(tmp_path) as both:
+        both.theirs.tell(loading(1))
+        both.theirs.tell(loading(2))
+        await both.theirs.send_last(loading(3))  # with what waited before it
+        heard = both.ours.listen()
+        assert [(await anext(heard)) for _ in range(3)] == [loading(n) for n in (1, 2, 3)]
+
+
+async def test_what_was_said_before_hanging_up_is_read_whole(tmp_path: Path) -> None:
+    async with ends(tmp_path) as both:
+        for number in range(300):
+            await both.theirs.on(loading(number))
+        both.theirs.close(linger_ms=1000)
+        assert await both.ours.unread() == [loading(number) for number in range(300)]
+
+
+async def test_an_end_that_never_came_said_nothing(tmp_path: Path) -> None:
+    with zmq.asyncio.Context() as context:
+        alone: Link[FromWorker, ToWorker] = Link(context, messages.FROM_WORKER, messages.TO_WORKER)
+        alone.bind(f"ipc://{tmp_path}/pair")
+        async with asyncio.timeout(0.5):  # less than it waits for one that did
+            assert await alone.unread() == []
+        alone.close()
+
+
+async def test_what_is_no_message_is_counted_and_dropped(tmp_path: Path) -> None:
+    with zmq.asyncio.Context() as context:
+        both = Ends(tmp_path, context, 1)
+        both.ours.bind(both.endpoint)
+        stranger = context.socket(zmq.PAIR)
+        stranger.connect(both.endpoint)
+        for frame in (b"", b"\xc1", messages.encode(messages.TO_WORKER, Stop())):
+            await stranger.send(frame)
+        await stranger.send(messages.encode(messages.FROM_WORKER, loading(1)))
+        assert await anext(both.ours.listen()) == loading(1)
+        assert both.ours.dropped == 3
+        for socket in (both.ours, both.theirs, stranger):
+            socket.close()
+
+
+async def test_a_full_or_ended_link_refuses(tmp_path: Path) -> None:
+    async with ends(tmp_path, depth=2) as both:
+        both.ours.tell(Drain())
+        both.ours.tell(Drain())
+        with pytest.raises(Overloaded):
+            both.ours.tell(Drain())
+        sending = asyncio.create_task(both.ours.run())
+        await asyncio.sleep(0)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        with pytest.raises(PeerLost):
+            both.ours.tell(Drain())
+
+
+async def test_an_endpoint_that_cannot_be_bound_is_named(tmp_path: Path) -> None:
+    with zmq.asyncio.Context() as context:
+        alone: Link[FromWorker, ToWorker] = Link(context, messages.FROM_WORKER, messages.TO_WORKER)
+        with pytest.raises(OSError, match="nowhere/pair"):
+            alone.bind(f"ipc://{tmp_path}/nowhere/pair")
+        alone.close()

@@ -1,0 +1,214 @@
+"""A node with its real API and signals, and with workers that are no processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+from structlog.testing import capture_logs
+
+from pdrt.config import NodeConfig, Place, Role, check
+from pdrt.control.heartbeat import Time
+from pdrt.control.parts import Heard
+from pdrt.errors import ConfigError
+from pdrt.keys import ClusterKey
+from pdrt.messages import Drain, Rank
+from pdrt.node import Node, check_served
+from pdrt.spawn import WorkerSpec
+from tests.fake_worker import FakeWorker
+
+KEY = ClusterKey(b"the key of a test cluster")
+BEARER = {"authorization": f"Bearer {KEY.bearer()}"}
+
+
+def config(**tables: Any) -> NodeConfig:
+    ports = {name: 0 for name in ("router", "prefill", "decode", "hybrid", "bootstrap")}
+    return check(NodeConfig, {"model": {"path": "null"}, "ports": ports, **tables}, "test")
+
+
+class Rig:
+    """`live()` as a task, what it logs, and its workers."""
+
+    def __init__(self, role: Role, settings: NodeConfig, session: ClientSession) -> None:
+        self.session = session
+        self.workers: list[FakeWorker] = []
+        self.logs: Sequence[Mapping[str, Any]] = []
+        self.node = Node(role, settings, Place.of(settings.parallel, 0), KEY, self.hire)
+        self.task = asyncio.create_task(self.node.live())
+
+    def hire(
+        self,
+        rank: Rank,
+        make_spec: Callable[[str], WorkerSpec],
+        folder: Path,
+        heard: Heard,
+        time: Time,
+    ) -> FakeWorker:
+        self.workers.append(FakeWorker(rank, make_spec, folder, heard, time))
+        return self.workers[-1]
+
+    async def event(self, name: str, **fields: Any) -> Mapping[str, Any]:
+        """The log line, once it is there."""
+        while True:
+            for line in self.logs:
+                if line["event"] == name and fields.items() <= line.items():
+                    return line
+            assert not self.task.done(), self.logs
+            await asyncio.sleep(0)
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        url = (await self.event("listening"))["url"]
+        async with self.session.get(url + path, headers=BEARER) as response:
+            return response.status, await response.json()
+
+    async def be_ready(self) -> None:
+        await self.event("node", state="loading")
+        for worker in self.workers:
+            worker.become_ready()
+        await self.event("node", state="ready")
+
+
+@asynccontextmanager
+async def rigged(role: Role = "hybrid", **tables: Any) -> AsyncIterator[Rig]:
+    async with ClientSession() as session:
+        with capture_logs() as logs:
+            rig = Rig(role, config(**tables), session)
+            rig.logs = logs
+            folder = rig.workers[0].folder
+            assert folder.stat().st_mode & 0o777 == 0o700
+            try:
+                yield rig
+            finally:
+                rig.task.cancel()
+                await asyncio.wait([rig.task])
+    assert not folder.exists(), "the sockets' folder is left"
+    assert not any(worker.runs for worker in rig.workers), "a worker is left"
+
+
+async def test_a_node_answers_from_its_first_moment_and_stops_on_a_signal() -> None:
+    """CASES 18: liveness is not readiness."""
+    async with rigged() as rig:
+        assert (await rig.get("/health"))[0] == 200
+        assert (await rig.get("/ready"))[0] == 503
+        await rig.be_ready()
+        while (await rig.get("/ready"))[0] != 200:  # it tries itself meanwhile
+            await asyncio.sleep(0)
+        status, body = await rig.get("/internal/status")
+        assert (status, body["state"], body["role"], body["model"]) == (
+            200,
+            "ready",
+            "hybrid",
+            "null",
+        )
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await rig.task == 0
+        assert Drain() in rig.workers[0].told
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_while_workers_load_ends_the_node_at_once(number: signal.Signals) -> None:
+    async with rigged() as rig:
+        await rig.event("node", state="loading")
+        os.kill(os.getpid(), number)
+        assert await rig.task == 0
+
+
+async def test_a_signal_before_anything_has_begun_leaves_nothing() -> None:
+    async with rigged() as rig:
+        await asyncio.sleep(0)  # it binds
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await rig.task == 0
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+async def test_a_second_signal_does_not_wait_for_requests() -> None:
+    async with rigged() as rig:
+        await rig.be_ready()
+        rig.workers[0].answers = None
+        url = (await rig.event("listening"))["url"]
+        body = {"prompt": [1, 2], "sampling_params": {"max_tokens": 4}}
+        asked = asyncio.create_task(rig.session.post(f"{url}/generate", json=body))
+        while not (await rig.get("/internal/status"))[1]["rooms"]:
+            await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await rig.event("node", state="draining")
+        os.kill(os.getpid(), signal.SIGTERM)
+        answer = await asked
+        assert (answer.status, (await answer.json())["error"]["code"]) == (503, "draining")
+        assert await rig.task == 0
+
+
+async def test_an_operator_drains_by_http() -> None:
+    async with rigged() as rig:
+        await rig.be_ready()
+        url = (await rig.event("listening"))["url"]
+        async with rig.session.post(f"{url}/admin/drain", headers=BEARER) as response:
+            assert response.status == 200
+        assert await rig.task == 0
+
+
+async def test_a_worker_that_dies_too_often_ends_the_node_with_the_reason() -> None:
+    async with rigged() as rig:
+        await rig.be_ready()
+        rig.workers[0].die(final=True)
+        assert await rig.task == 1
+        assert "exit status -9" in last(rig, "node_failed")["reason"]
+
+
+async def test_what_any_actor_raises_ends_the_node_with_the_reason() -> None:
+    async with rigged("prefill", parallel={"world_size": 2, "dp": 2, "devices_per_node": 2}) as rig:
+        await rig.event("node", state="loading")
+        rig.workers[1].break_down(RuntimeError("a bug"))
+        assert await rig.task == 1
+        assert str(last(rig, "node_failed")["exc_info"]) == "a bug"
+
+
+def last(rig: Rig, name: str) -> Mapping[str, Any]:
+    return next(line for line in reversed(rig.logs) if line["event"] == name)
+
+
+async def test_workers_are_told_the_real_bootstrap_port_and_a_new_epoch_each_life() -> None:
+    async with rigged("prefill", parallel={"world_size": 2, "dp": 2, "devices_per_node": 2}) as rig:
+        await rig.event("node", state="loading")
+        _, status = await rig.get("/internal/status")
+        first, second = (rig.workers[1].make_spec("ipc:///w") for _ in range(2))
+        assert first.disagg.bootstrap_port == status["bootstrap_port"] != 0
+        assert (first.rank, first.role, first.key) == (Rank(dp=1), "prefill", KEY)
+        assert second.epoch > first.epoch
+
+
+async def test_a_taken_port_is_told_before_any_worker_starts() -> None:
+    async with rigged() as rig:
+        url = (await rig.event("listening"))["url"]
+        ports = {"hybrid": int(url.rpartition(":")[2])}
+        taken = Rig("hybrid", config(ports=ports), rig.session)
+        with pytest.raises(ConfigError, match="is taken"):
+            await taken.task
+        assert not taken.workers[0].runs
+        assert not taken.workers[0].folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "why"),
+    [
+        ({"world_size": 2, "tp": 2, "devices_per_node": 2}, "tp = 2"),
+        ({"world_size": 2, "cp": 2, "devices_per_node": 2}, "cp = 2"),
+        (
+            {"world_size": 2, "dp": 2, "devices_per_node": 1, "ips": ["127.0.0.1", "127.0.0.2"]},
+            "one node only",
+        ),
+    ],
+)
+def test_a_topology_that_is_not_served_yet_is_refused(
+    parallel: Mapping[str, Any], why: str
+) -> None:
+    settings = config(parallel=parallel)
+    with pytest.raises(ConfigError, match=why):
+        check_served("prefill", settings, Place.of(settings.parallel, 0))
