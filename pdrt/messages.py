@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from pdrt.errors import BadMessage
+from pdrt.errors import BadMessage, PdrtError, tree
 
 T = TypeVar("T")
 
@@ -150,6 +150,17 @@ class Problem:
     code: Words
     message: Text
     stage: Words = ""
+
+    @staticmethod
+    def of(error: PdrtError, stage: str = "") -> "Problem":
+        """An error as it travels; its own stage wins."""
+        return Problem(code=error.code, message=str(error), stage=error.stage or stage)
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether the same request may succeed elsewhere or later."""
+        error = tree().get(self.code)
+        return error is not None and error.retryable
 
 
 @_wire

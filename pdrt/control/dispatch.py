@@ -22,7 +22,6 @@ from pdrt.errors import (
     Overloaded,
     PdrtError,
     PeerLost,
-    tree,
 )
 from pdrt.messages import (
     AbortRoom,
@@ -298,8 +297,8 @@ class DPDispatcher:
     def _end(self, stream: Stream, error: PdrtError, reason: str = "") -> None:
         """End a room on our side and make its worker end it too."""
         self._forget(stream)
-        stream.fail(Problem(code=error.code, message=str(error), stage=STAGE))
-        abort = AbortRoom(room=stream.room, reason=(reason or error.code)[:512])
+        stream.fail(Problem.of(error, STAGE))
+        abort = AbortRoom(room=stream.room, reason=reason or error.code)
         self._owe(self._lanes[stream.dp_rank], abort)
 
     def _tell(self, lane: _Lane, message: Submit | Rebind | ResumeLocally) -> None:
@@ -348,8 +347,7 @@ def _joined(kept: Sequence[Output]) -> Output:
 
 def _retryable(problem: Problem) -> Problem:
     """The reason for a loss, with a code that says: try again."""
-    kind = tree().get(problem.code)
-    if kind is not None and kind.retryable:
+    if problem.is_retryable:
         return problem
-    message = f"{problem.code}: {problem.message}"[:8192]
+    message = f"{problem.code}: {problem.message}"
     return Problem(code=PeerLost.code, message=message, stage=problem.stage or STAGE)

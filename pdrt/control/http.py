@@ -96,11 +96,6 @@ def error_of(problem: Problem) -> PdrtError:
     return _error(problem.code, problem.message, problem.stage, PdrtError)
 
 
-def problem_of(error: PdrtError, stage: str = "") -> Problem:
-    """The error as a value, cut to what a message may hold."""
-    return Problem(code=error.code, message=str(error)[:8192], stage=error.stage or stage)
-
-
 def error_from_answer(status: int, body: bytes, where: str) -> PdrtError:
     """The typed error in another process's answer; `where` names it if the answer does not say."""
     told: Any = None

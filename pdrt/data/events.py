@@ -59,12 +59,11 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveFailed:
-    """This attempt will not deliver. `retryable`: another prefill may."""
+    """This attempt will not deliver; another prefill may, if the problem is retryable."""
 
     room: int
     attempt: int
     problem: Problem
-    retryable: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -336,7 +336,7 @@ class KVTransferManager:
         try:
             await self.transport.attach(peer)
         except PdrtError as error:
-            self._sending.not_attached(peer.name, _problem(error, "attach"))
+            self._sending.not_attached(peer.name, Problem.of(error, "attach"))
         else:
             self._sending.attached(peer.name)
         self._carry_out()
@@ -367,20 +367,17 @@ class KVTransferManager:
 
     async def _route(self, source: Source) -> Route | Problem:
         """What the bootstrap server says; it may be starting, so it is asked for a while."""
-        answer = _problem(Unavailable(f"{source.host}:{source.port} does not answer"), "bootstrap")
+        silent = Unavailable(f"{source.host}:{source.port} does not answer")
+        answer = Problem.of(silent, "bootstrap")
         try:
             async with asyncio.timeout(self.timeouts.connect_s):
                 while True:
                     try:
                         return await self.routes(source)
                     except PdrtError as error:
-                        answer = _problem(error, "bootstrap")
+                        answer = Problem.of(error, "bootstrap")
                         if not error.retryable:
                             return answer
                     await asyncio.sleep(_ROUTE_RETRY_S)
         except TimeoutError:
             return answer
-
-
-def _problem(error: PdrtError, stage: str) -> Problem:
-    return Problem(code=error.code, message=str(error), stage=stage)

@@ -45,7 +45,7 @@ from pdrt.data.transfer import (
     Withdrawn,
     feed_receiver,
 )
-from pdrt.errors import ConfigError, DeadlinePassed, PdrtError, PeerLost, TransferFailed, tree
+from pdrt.errors import ConfigError, DeadlinePassed, PdrtError, PeerLost, TransferFailed
 from pdrt.keys import ClusterKey
 from pdrt.messages import (
     AbortTransfer,
@@ -174,22 +174,22 @@ class Receivers:
         if receiver is None or receiver.state is not State.BOOTSTRAPPING:
             return
         try:
-            addresses = self._addresses(receiver, route)
+            ranks = self._writing(receiver, route)
         except ConfigError as error:
             self._break(receiver, ConfigError, str(error), now)
             return
-        for rank, address in addresses.items():
-            peer = self.peers.reach(route.ranks[address], receiver.source, now)
+        for rank in ranks:
+            peer = self.peers.reach(route.ranks[rank], receiver.source, now)
             receiver.writers[rank] = peer.name
             peer.rooms.add(key)
         self._check_attached(receiver, now)
 
     def unresolved(self, key: Key, problem: Problem, now: float) -> None:
         if receiver := self.rooms.get(key):
-            self._feed(receiver, Broke(problem, _is_retryable(problem)), now)
+            self._feed(receiver, Broke(problem), now)
 
-    def _addresses(self, receiver: Receiver, route: Route) -> dict[str, str]:
-        """Rank -> its key in the route, for all ranks that will write. Raises ConfigError."""
+    def _writing(self, receiver: Receiver, route: Route) -> list[str]:
+        """All ranks that will write, as the route names them. Raises ConfigError."""
         if differences := self._me.attach.layout.differences(route.fingerprint):
             raise ConfigError(f"KV layouts differ: {'; '.join(differences)}")
         if route.attn_cp_size != 1:
@@ -206,7 +206,7 @@ class Receivers:
         ranks = [str(Rank(dp=dp_rank, tp=tp)) for tp in mapping.writers(receiver.room)]
         if missing := [rank for rank in ranks if rank not in route.ranks]:
             raise ConfigError(f"the route does not name prefill ranks {missing}")
-        return {rank: rank for rank in ranks}
+        return ranks
 
     def _mapping(self, route: Route) -> TargetRankMapping:
         tp = route.attn_tp_size
@@ -253,8 +253,7 @@ class Receivers:
                 self._accepted(receiver, now)
                 self._progress(receiver, message, now)
             case Failed():
-                problem = message.problem
-                self._feed(receiver, Broke(problem, _is_retryable(problem)), now)
+                self._feed(receiver, Broke(message.problem), now)
             case Quiesced():
                 self._quiesced(receiver, writer, now)
             case _:
@@ -285,8 +284,7 @@ class Receivers:
             return
         for peer in self.peers.by_process(refused.process):
             for key in list(peer.rooms):
-                problem = refused.problem
-                self._feed(self.rooms[key], Broke(problem, _is_retryable(problem)), now)
+                self._feed(self.rooms[key], Broke(refused.problem), now)
             if not peer.rooms:
                 self.peers.forget(peer)
 
@@ -440,9 +438,4 @@ class Receivers:
             f" {receiver.state}, peer {health or 'gone'}"
         )
         problem = Problem(code=error.code, message=text, stage="transfer")
-        self._feed(receiver, Broke(problem, error.retryable), now)
-
-
-def _is_retryable(problem: Problem) -> bool:
-    error = tree().get(problem.code)
-    return error is not None and error.retryable
+        self._feed(receiver, Broke(problem), now)

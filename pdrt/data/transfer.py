@@ -66,7 +66,6 @@ class Broke:
     """Peer, transport, deadline or the other side's word: it cannot go on."""
 
     problem: Problem
-    retryable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +287,7 @@ def _received(r: Receiver, e: SlotsValid) -> Sequence[ReceiveOutput]:
 
 
 def _failed(r: Receiver, e: Broke) -> Sequence[ReceiveOutput]:
-    return [ReceiveFailed(r.room, r.attempt, e.problem, e.retryable)]
+    return [ReceiveFailed(r.room, r.attempt, e.problem)]
 
 
 def _failed_admitted(r: Receiver, e: Broke) -> Sequence[ReceiveOutput]:

@@ -152,7 +152,7 @@ class DecodeDisaggScheduler:
     def _failed(self, request: Request, event: ReceiveFailed, now: float) -> None:
         if request.is_resuming:
             self.book.move(request, FellBack())
-        elif event.retryable:
+        elif event.problem.is_retryable:
             until = now + self.limits.rebind_grace_s
             self.book.move(request, AttemptLost(event.problem, until))
         else:

@@ -20,7 +20,6 @@ from pdrt.control.http import (
     error_response,
     listen,
     parse_object,
-    problem_of,
     read_json,
     require_bearer,
 )
@@ -73,7 +72,7 @@ def test_an_error_comes_out_of_an_answer_as_it_went_in(kind: type[PdrtError]) ->
 
 @pytest.mark.parametrize("kind", tree().values())
 def test_an_error_comes_out_of_a_message_as_it_went_in(kind: type[PdrtError]) -> None:
-    back = error_of(problem_of(kind.__new__(kind, "because"), "sched"))
+    back = error_of(Problem.of(kind.__new__(kind, "because"), "sched"))
     assert (type(back), str(back), back.stage) == (kind, "because", "sched")
 
 

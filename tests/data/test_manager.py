@@ -167,7 +167,7 @@ async def test_a_damaged_write_fails_and_may_be_tried_again(pair: Pair, fault: F
     await pair.shake(1, [0, 1, 2])
     pair.p.manager.send(1, 0, [0, 1, 2], 0, record(1, 40))
     failed = await pair.d.until(ReceiveFailed, 1)
-    assert (failed.problem.code, failed.retryable) == ("transfer_failed", True)
+    assert (failed.problem.code, failed.problem.is_retryable) == ("transfer_failed", True)
     await pair.d.until(Quiet, 1)
     assert not pair.d.has(Received, 1)
 
@@ -367,5 +367,5 @@ async def test_a_bootstrap_server_that_refuses_fails_the_attempt_at_once() -> No
     d.manager.open_receiver(1, 0, SOURCE, time.monotonic() + 60)
     failed = await d.until(ReceiveFailed, 1)
     assert (failed.problem.code, failed.problem.stage) == ("unauthorized", "bootstrap")
-    assert not failed.retryable
+    assert not failed.problem.is_retryable
     await d.stop()

@@ -316,7 +316,7 @@ def test_a_killed_prefill_process_fails_its_transfers_and_frees_their_blocks_at_
     assert kinds(rig)[-2:] == ["ReceiveFailed", "Quiet"]
     assert problem_of(rig, ReceiveFailed).code == "peer_lost"
     (failed,) = [event for event in rig.heard if isinstance(event, ReceiveFailed)]
-    assert failed.retryable
+    assert failed.problem.is_retryable
     rig.check_baseline()
 
 
@@ -856,7 +856,7 @@ def test_a_route_that_is_not_found_fails_the_attempt_and_may_be_tried_again() ->
     rig.d.unresolved(A, Problem(code="unavailable", message="no answer"), rig.now)
     rig.settle()
     (failed,) = [event for event in rig.heard if isinstance(event, ReceiveFailed)]
-    assert failed.retryable
+    assert failed.problem.is_retryable
 
 
 def test_a_refused_attach_fails_all_that_wait_for_it() -> None:

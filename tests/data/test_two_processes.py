@@ -75,7 +75,7 @@ async def test_a_writer_that_is_killed_fails_the_transfer_and_frees_its_blocks(
     async with asyncio.timeout(2):
         failed = await d.until(ReceiveFailed, 1)
         await d.until(Quiet, 1)
-    assert failed.retryable
+    assert failed.problem.is_retryable
     assert "its process has died" in failed.problem.message
     assert (d.manager.stats().rooms, d.manager.stats().peers) == (0, {})
     await d.stop()

@@ -166,6 +166,6 @@ class Pair:
             return
         self._expected.discard(key)
         self.prefill.feed(SendEnded(*key, GONE))
-        self.decode.feed(ReceiveFailed(*key, GONE, retryable=False))
+        self.decode.feed(ReceiveFailed(*key, GONE))
         if self._admitted.pop(key, None) is not None:
             self.decode.feed(Quiet(*key))

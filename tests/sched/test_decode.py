@@ -43,6 +43,7 @@ B = 4
 LIMITS = Limits(block_size=B, max_prefill_tokens=8, reserved_tokens=4)
 PROMPT = [1, 2, 3, 4, 5, 6]
 LOST = Problem(code="peer_lost", message="prefill is gone")
+MISMATCH = Problem(code="prompt_mismatch", message="no")
 RETRY = 1 << 16
 
 
@@ -79,7 +80,7 @@ def finish(rig: Rig, steps: int = 200) -> None:
 
 def unbound(rig: Rig) -> None:
     admit(rig, 1)
-    rig.feed(ReceiveFailed(1, 0, LOST, retryable=True))
+    rig.feed(ReceiveFailed(1, 0, LOST))
 
 
 def retracted(rig: Rig, policy_state: State = State.BOOTSTRAPPING) -> list[int]:
@@ -298,7 +299,7 @@ def test_a_lost_prefill_is_waited_for_and_then_told_as_it_was() -> None:
 
 def test_a_prefill_problem_that_nobody_can_mend_is_told_at_once() -> None:
     rig = at(State.TRANSFERRING)
-    rig.feed(ReceiveFailed(1, 0, Problem(code="prompt_mismatch", message="no"), retryable=False))
+    rig.feed(ReceiveFailed(1, 0, MISMATCH))
     assert rig.ends[1] == ["prompt_mismatch"]
     rig.feed(Quiet(1, 0))
     assert is_baseline(rig.book)
@@ -411,7 +412,7 @@ def test_a_retracted_request_that_nobody_prefills_is_computed_here(how: str, whe
     if how == "told":
         rig.feed(ResumeLocally(1))
     else:
-        rig.feed(ReceiveFailed(1, 1, LOST, retryable=how == "retryable"))
+        rig.feed(ReceiveFailed(1, 1, LOST if how == "retryable" else MISMATCH))
     assert rig.state(1) is State.QUEUED
     assert len(rig.take(AbortReceiver)) == (how == "told")
     rig.feed(ResumeLocally(1))  # told twice
@@ -475,7 +476,7 @@ def test_quiet_before_its_failure_frees_as_soon_as_the_failure_is_told() -> None
     rig = at(State.TRANSFERRING)
     rig.feed(Quiet(1, 0))
     assert rig.book.blocks.used == 2
-    rig.feed(ReceiveFailed(1, 0, LOST, retryable=True))
+    rig.feed(ReceiveFailed(1, 0, LOST))
     assert (rig.book.blocks.used, rig.book.slots.used) == (0, 0)
 
 
@@ -499,7 +500,7 @@ def test_what_is_late_doubled_or_of_another_attempt_changes_nothing(state: State
         ReceiverReady(1, 7),
         PromptStarted(1, 7),
         received(1, 7, PROMPT),
-        ReceiveFailed(1, 7, LOST, retryable=True),
+        ReceiveFailed(1, 7, LOST),
         Quiet(1, 7),
         received(9, 0, PROMPT),
         Quiet(9, 0),

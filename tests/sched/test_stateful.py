@@ -60,6 +60,7 @@ LIMITS = Limits(
     patience=2,
 )
 PROBLEM = Problem(code="peer_lost", message="gone")
+HOPELESS = Problem(code="prompt_mismatch", message="no")
 SETTINGS = settings(
     max_examples=40,
     stateful_step_count=40,
@@ -286,11 +287,11 @@ class DecodeWorld(Answers):
         for _ in range(1 + twice):
             self.rig.feed(received(*key, tokens))
 
-    @rule(pick=picks, attempt=attempts, retryable=st.booleans())
-    def prefill_fails(self, pick: int, attempt: int, retryable: bool) -> None:
+    @rule(pick=picks, attempt=attempts, problem=st.sampled_from([PROBLEM, HOPELESS]))
+    def prefill_fails(self, pick: int, attempt: int, problem: Problem) -> None:
         room = self.pick_room(pick)
         key = (room, self.attempt_of(room, attempt))
-        self.rig.feed(ReceiveFailed(*key, PROBLEM, retryable))
+        self.rig.feed(ReceiveFailed(*key, problem))
 
     @rule(pick=picks)
     def a_late_write_lands(self, pick: int) -> None:
@@ -330,7 +331,7 @@ class DecodeWorld(Answers):
             SendEnded(room, attempt, None),
             Quiet(room, 5),
             received(room, 5, [1, 2]),
-            ReceiveFailed(room, 5, PROBLEM, True),
+            ReceiveFailed(room, 5, PROBLEM),
         ]
         self.rig.feed(junk[pick % len(junk)])
 
