@@ -50,6 +50,9 @@ class Link(Actor[Out], Generic[In, Out]):
         """Raises OSError."""
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self._hang_ups = self._socket.get_monitor_socket(events)
+        # No limit of its own: from a full queue libzmq throws away what a dead process had sent.
+        # What requests in flight may say bounds it.
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -67,9 +70,10 @@ class Link(Actor[Out], Generic[In, Out]):
             await self.on(waiting)
 
     async def listen(self) -> AsyncIterator[In]:
-        """Messages as they come, until cancelled."""
+        """Messages as they come, until cancelled; none is lost by that, `unread` has the rest."""
         while True:
-            message = self._decode(await self._socket.recv())
+            await self._socket.poll()
+            message = await self._next()
             if message is not None:
                 yield message
 
@@ -80,7 +84,7 @@ class Link(Actor[Out], Generic[In, Out]):
                 await self._hung_up()
         found = []
         while await self._socket.poll(0):
-            message = self._decode(await self._socket.recv())
+            message = await self._next()
             if message is not None:
                 found.append(message)
         return found
@@ -92,6 +96,10 @@ class Link(Actor[Out], Generic[In, Out]):
             return
         while (await recv_monitor_message(self._hang_ups))["event"] != zmq.EVENT_DISCONNECTED:
             pass
+
+    async def _next(self) -> In | None:
+        """The message that is here, if it is one; this never waits."""
+        return self._decode(await self._socket.recv(zmq.NOBLOCK))
 
     def close(self, linger_ms: int = 0) -> None:
         if self._hang_ups is not None:

@@ -66,10 +66,21 @@ async def test_a_message_waits_for_an_end_that_comes_later(tmp_path: Path) -> No
 
 async def test_what_was_said_before_hanging_up_is_read_whole(tmp_path: Path) -> None:
     async with ends(tmp_path) as both:
-        for number in range(300):
-            await both.theirs.on(loading(number))
-        both.theirs.close(linger_ms=1000)
-        assert await both.ours.unread() == [loading(number) for number in range(300)]
+        reading = asyncio.create_task(anext(both.ours.listen()))
+        await asyncio.sleep(0)
+        said = [loading(number) for number in range(5000)]  # more than any queue between us holds
+
+        async def say() -> None:
+            for message in said:
+                await both.theirs.on(message)
+                await asyncio.sleep(0)
+            both.theirs.close(linger_ms=1000)
+
+        saying = asyncio.create_task(say())
+        await asyncio.sleep(0)
+        reading.cancel()  # in the midst of it
+        assert await both.ours.unread() == said
+        await saying
 
 
 async def test_an_end_that_never_came_said_nothing(tmp_path: Path) -> None:

@@ -112,9 +112,9 @@ async def test_a_worker_is_ready_is_told_and_stops_when_asked(tmp_path: Path) ->
 
 
 async def test_what_a_worker_said_before_it_died_is_heard_first_and_whole(tmp_path: Path) -> None:
-    async with running(tmp_path, "ready many 500 fatal oom kill") as rig:
+    async with running(tmp_path, "ready many 5000 fatal oom kill") as rig:
         await rig.until_told(Lost)
-        assert len(rig.of(messages.Loading)) == 500
+        assert len(rig.of(messages.Loading)) == 5000
         assert isinstance(rig.told[-1], Lost)
         assert rig.lost == [("oom", "no use", False)]
         assert rig.handle.last_problem == messages.Problem(code="oom", message="no use")
