@@ -18,7 +18,7 @@ from aiohttp import ClientSession
 
 from pdrt.config import bracketed
 from pdrt.control.bootstrap_client import BootstrapClient, Clock, Sleep
-from pdrt.data.peer import PEER, Beat, Died, Event, Health, Miss
+from pdrt.data.peer import Beat, Died, Event, Health, Miss, feed
 from pdrt.errors import PdrtError
 from pdrt.keys import ClusterKey
 
@@ -80,9 +80,8 @@ class Watched:
 
     def _feed(self, event: Event, reason: str, tell: Tell) -> None:
         self.reason = reason
-        self.health, effects = PEER.step(self.health, self, event)
-        for effect in effects:
-            tell(News(self.name, effect.health, self.epoch, reason))
+        if news := feed(self, event):
+            tell(News(self.name, news, self.epoch, reason))
 
 
 async def watch(

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from pdrt.config import Target
 from pdrt.control.policy import Load, PolicyName, choose
-from pdrt.data.peer import PEER, Beat, Died, Health, Miss
+from pdrt.data.peer import Beat, Died, Event, Health, Miss, feed
 from pdrt.errors import BadMessage, ConfigError, PdrtError, PeerLost
 
 Role: TypeAlias = Literal["prefill", "decode", "hybrid"]
@@ -170,14 +170,14 @@ class Instance:
         self._step(Died(), reason)
         self.nudged.set()
 
-    def _step(self, event: Beat | Miss | Died, reason: str) -> None:
+    def _step(self, event: Event, reason: str) -> None:
         before = self.health
         self.reason = reason or self.reason
-        self.health, effects = PEER.step(before, self, event)
+        news = feed(self, event)
         if self.health is not before:
             log.info("instance", name=self.name, health=self.health, reason=reason)
             self._listener.changed()
-        if effects and self.health is Health.DEAD:
+        if news is Health.DEAD:
             self.status = None
             self._lose(f"{self.name} is gone: {reason}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from pdrt.machine import Edge, Table
 
@@ -32,28 +32,25 @@ class Died:
     """Its death is certain: the connection was refused, or the process is gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Tell whoever depends on the peer."""
-
-    health: Health
-
-
 Event: TypeAlias = Beat | Miss | Died
 EVENTS: Final = (Beat, Miss, Died)
 
 
-def _say_alive(_record: object, _event: object) -> Sequence[Announce]:
-    return (Announce(Health.ALIVE),)
+class HasHealth(Protocol):
+    health: Health
 
 
-def _say_dead(_record: object, _event: object) -> Sequence[Announce]:
-    return (Announce(Health.DEAD),)
+def _say_alive(_peer: HasHealth, _event: object) -> Sequence[Health]:
+    return (Health.ALIVE,)
+
+
+def _say_dead(_peer: HasHealth, _event: object) -> Sequence[Health]:
+    return (Health.DEAD,)
 
 
 _H = Health
 
-PEER: Table[Health, object, Announce] = Table(
+PEER: Table[Health, HasHealth, Health] = Table(
     "peer",
     edges={
         (_H.UNKNOWN, Beat): Edge(_H.ALIVE, _say_alive),
@@ -72,3 +69,9 @@ PEER: Table[Health, object, Announce] = Table(
         (_H.DEAD, Died): "it is known to be dead",
     },
 )
+
+
+def feed(peer: HasHealth, event: Event) -> Health | None:
+    """The only function that moves a peer; ALIVE or DEAD when that is news for its dependants."""
+    peer.health, news = PEER.step(peer.health, peer, event)
+    return news[0] if news else None

@@ -8,15 +8,10 @@ from dataclasses import dataclass, field
 from pdrt.config import bracketed
 from pdrt.data.limits import Patience
 from pdrt.data.outward import ForgetRoute, HangUp, Outward, Tell, WatchLife
-from pdrt.data.peer import PEER, Beat, Died, Event, Health, Miss
+from pdrt.data.peer import Beat, Died, Health, Miss, feed
 from pdrt.data.pulse import Pulse
 from pdrt.data.transfer import Key
-from pdrt.messages import (
-    Attach,
-    Ping,
-    Process,
-    RankAddress,
-)
+from pdrt.messages import Attach, Ping, Process, RankAddress
 
 _FORGET_S = 60.0  # a dead peer that nobody needs
 
@@ -34,11 +29,6 @@ class PrefillPeer:
     needed_at: float = 0.0
     rooms: set[Key] = field(default_factory=set)  # attempts that it writes or will write
     sources: set[tuple[str, int]] = field(default_factory=set)
-
-    def has_died(self, event: Event) -> bool:
-        """Feed its health; True when it is dead from now on."""
-        self.health, effects = PEER.step(self.health, self, event)
-        return any(effect.health is Health.DEAD for effect in effects)
 
 
 class PrefillPeers:
@@ -79,7 +69,7 @@ class PrefillPeers:
         """A pong."""
         for peer in self.by_process(process):
             peer.pulse.answered(number)
-            peer.has_died(Beat())
+            feed(peer, Beat())
 
     def overdue(self, now: float) -> list[PrefillPeer]:
         """Ping who is due; returns who is dead from now on."""
@@ -91,7 +81,7 @@ class PrefillPeers:
 
     def _beat(self, peer: PrefillPeer, now: float) -> bool:
         is_missing, is_due = peer.pulse.tick(now)
-        has_died = is_missing and peer.has_died(Miss())
+        has_died = is_missing and feed(peer, Miss()) is Health.DEAD
         if is_due:
             if not peer.is_attached:
                 self._outbox.append(Tell(peer.endpoint, self._attach))
@@ -103,7 +93,7 @@ class PrefillPeers:
         """The process has ended; its peers are forgotten here."""
         gone = self.by_process(process)
         for peer in gone:
-            peer.has_died(Died())
+            feed(peer, Died())
             self._give_up(peer)
             self.forget(peer)
         return gone

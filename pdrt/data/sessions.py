@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pdrt.data.limits import Limits, Patience
 from pdrt.data.memory import SLOT_BYTES
 from pdrt.data.outward import AttachPeer, DetachPeer, HangUp, Outward, Tell, WatchLife
-from pdrt.data.peer import PEER, Beat, Died, Event, Health, Miss
+from pdrt.data.peer import Beat, Died, Health, Miss, feed
 from pdrt.data.pulse import Silence
 from pdrt.data.transfer import Key
 from pdrt.data.transport.promise import Peer
@@ -47,11 +47,6 @@ class Session:
     def endpoint(self) -> str:
         return self.attach.endpoint
 
-    def has_died(self, event: Event) -> bool:
-        """Feed its health; True when it is dead from now on."""
-        self.health, effects = PEER.step(self.health, self, event)
-        return any(effect.health is Health.DEAD for effect in effects)
-
 
 class Sessions:
     """Attaches, pings and deaths. The senders do the rest."""
@@ -77,7 +72,7 @@ class Sessions:
 
     def heard(self, session: Session, now: float) -> None:
         session.silence.heard(now)
-        session.has_died(Beat())
+        feed(session, Beat())
 
     def greet(self, attach: Attach, now: float) -> None:
         """A decode worker wants to be written to. Said again, it is answered again."""
@@ -123,7 +118,7 @@ class Sessions:
         """The sessions of a dead process; they are forgotten here."""
         gone = [s for s in self._by_name.values() if s.attach.process == process]
         for session in gone:
-            session.has_died(Died())
+            feed(session, Died())
             del self._by_name[session.name]
             self._outbox.append(DetachPeer(session.name))
             self._outbox.append(HangUp(session.endpoint))
@@ -132,7 +127,7 @@ class Sessions:
     def silent(self, now: float) -> list[Session]:
         """Sessions that are dead from now on, because two pings in a row did not come."""
         missing = [s for s in self._by_name.values() if s.silence.is_missed(now)]
-        return [s for s in missing if s.has_died(Miss())]
+        return [s for s in missing if feed(s, Miss()) is Health.DEAD]
 
     def _welcome(self, session: Session) -> None:
         message = Attached(session=session.name, rank=self._rank, process=self._process)

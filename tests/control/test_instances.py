@@ -13,8 +13,7 @@ from pdrt.control.fleet import Fleet
 from pdrt.control.instances import Instance, Status, base_url, read_status, watch
 from pdrt.control.order import Pin
 from pdrt.control.pairs import EVENTS, PAIR, CanaryPassed, CanaryStarted, Trust, feed
-from pdrt.data.peer import EVENTS as PEER_EVENTS
-from pdrt.data.peer import PEER, Health
+from pdrt.data.peer import Health
 from pdrt.errors import (
     BadMessage,
     BadRequest,
@@ -57,12 +56,6 @@ def ready(epoch: int = 1, fault: float | None = None, **fields: object) -> Statu
 
 def instance(heard: Heard | None = None) -> Instance:
     return Instance("prefill", Target(http="10.0.0.1:8001"), heard or Heard())
-
-
-@pytest.mark.parametrize("state", Health)
-@pytest.mark.parametrize("kind", PEER_EVENTS)
-def test_every_cell_of_the_peer_table_is_decided_once(state: Health, kind: type) -> None:
-    assert ((state, kind) in PEER.edges) + ((state, kind) in PEER.ignored) == 1
 
 
 PAIR_IMPOSSIBLE = {
