@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pdrt.data.layout import blocks_for
 from pdrt.sched.limits import Limits
-from pdrt.sched.request import Request, State, blocks_for
+from pdrt.sched.request import Request, State
 
 
 @dataclass(slots=True)

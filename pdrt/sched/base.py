@@ -14,7 +14,7 @@ from typing import Final
 from pdrt.data.events import TransferEvent
 from pdrt.device.batch import Drawn
 from pdrt.messages import Output, Submit
-from pdrt.sched.admission import Space, admit, reserve
+from pdrt.sched.admission import Space, reserve
 from pdrt.sched.answer_life import ANSWER
 from pdrt.sched.book import Book, SchedStats
 from pdrt.sched.effects import Effect, Say
@@ -22,7 +22,6 @@ from pdrt.sched.events import (
     Cancelled,
     Computed,
     Failed,
-    Granted,
     Grown,
     LastToken,
     Order,
@@ -167,15 +166,4 @@ class Scheduler:
             requests=self._max_held - held,
             prefill_tokens=prefill_budget(running, limits),
         )
-        admission = admit(book.line, space, limits)
-        for request in admission.overtaken:
-            request.overtaken += 1
-        for request, count in admission.granted:
-            self._grant(request, count)
-        return [request for request, _count in admission.granted]
-
-    def _grant(self, request: Request, count: int) -> None:
-        blocks = self.book.blocks.take(count)
-        slot = self.book.slots.take(1) if request.state is State.WAITING else None
-        assert blocks is not None
-        self.book.move(request, Granted(blocks, slot[0] if slot else None))
+        return book.admit(space, limits)

@@ -14,9 +14,11 @@ from typing import Final
 from pdrt.errors import Conflict, DeadlinePassed, Draining, Overloaded, tree
 from pdrt.machine import Table
 from pdrt.messages import Problem, Submit
+from pdrt.sched.admission import Space, admit
 from pdrt.sched.blocks import BlockPool, Held, Quarantine
 from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
-from pdrt.sched.events import Failed
+from pdrt.sched.events import Failed, Granted
+from pdrt.sched.limits import Limits
 from pdrt.sched.queues import Line, Timers
 from pdrt.sched.request import Request, State
 
@@ -100,6 +102,18 @@ class Book:
             self.counters["ignored"] += 1
         for effect in effects:
             self._carry_out(effect)
+
+    def admit(self, space: Space, limits: Limits) -> list[Request]:
+        """Give those in line the memory that they wait for, as far as there is space."""
+        admission = admit(self.line, space, limits)
+        for request in admission.overtaken:
+            request.overtaken += 1
+        for request, count in admission.granted:
+            blocks = self.blocks.take(count)
+            slot = self.slots.take(1) if request.state is State.WAITING else None
+            assert blocks is not None
+            self.move(request, Granted(blocks, slot[0] if slot else None))
+        return [request for request, _count in admission.granted]
 
     def expire(self, now: float) -> int:
         """End what is past its time, in whatever state it waits; how many that were."""

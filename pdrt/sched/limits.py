@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pdrt.data.layout import blocks_for
 from pdrt.errors import BadRequest, TooLong
-from pdrt.sched.request import Request, blocks_for
+from pdrt.sched.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,10 @@ class Limits:
         """Raises TooLong when `tokens` can never be held, BadRequest when there are none."""
         if not request.tokens:
             raise BadRequest("prompt: it is empty")
-        if blocks_for(tokens, self.block_size) > blocks:
+        needed = blocks_for(tokens, self.block_size)
+        if needed > blocks:
             raise TooLong(
                 f"{tokens} tokens (prompt {request.prompt_tokens}, max_tokens "
-                f"{request.sampling.max_tokens}) need {blocks_for(tokens, self.block_size)} KV "
-                f"blocks of {self.block_size}; there are {blocks}"
+                f"{request.sampling.max_tokens}) need {needed} KV blocks of {self.block_size};"
+                f" there are {blocks}"
             )

@@ -16,7 +16,7 @@ from pdrt.data.events import SendEnded, SenderReady, SendFailed, TransferEvent
 from pdrt.device.batch import Drawn
 from pdrt.errors import TransferFailed
 from pdrt.messages import Problem, Submit
-from pdrt.sched.admission import Space, admit
+from pdrt.sched.admission import Space
 from pdrt.sched.book import Book, SchedStats
 from pdrt.sched.effects import Effect, ExpectHandshakes
 from pdrt.sched.events import (
@@ -24,7 +24,6 @@ from pdrt.sched.events import (
     Computed,
     Delivered,
     Failed,
-    Granted,
     Order,
     Prefilled,
     SendBroken,
@@ -133,14 +132,7 @@ class PrefillDisaggScheduler:
             requests=self.limits.max_batch_size - len(running),
             prefill_tokens=prefill_budget(running.values(), self.limits),
         )
-        admission = admit(book.line, space, self.limits)
-        for request in admission.overtaken:
-            request.overtaken += 1
-        for request, count in admission.granted:
-            blocks = book.blocks.take(count)
-            assert blocks is not None
-            book.move(request, Granted(blocks))
-        return len(admission.granted)
+        return len(book.admit(space, self.limits))
 
     def commit(self, plan: Plan, drawn: Sequence[Drawn], _now: float) -> None:
         """Hand over what the device computed for those that are still there."""

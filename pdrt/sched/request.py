@@ -120,7 +120,3 @@ def from_submit(submit: Submit, key: int, eos: Collection[int], now: float) -> R
         deadline=now + submit.time_left,
         source=submit.source,
     )
-
-
-def blocks_for(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)

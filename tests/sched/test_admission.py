@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pdrt.data.layout import blocks_for
 from pdrt.messages import Sampling
 from pdrt.sched.admission import Space, admit, reserve
 from pdrt.sched.limits import Limits
-from pdrt.sched.request import Request, State, blocks_for
+from pdrt.sched.request import Request, State
 
 B, R = 4, 8
 LIMITS = Limits(block_size=B, reserved_tokens=R, patience=3)
