@@ -60,7 +60,6 @@ class TransferStats:
     rooms: int
     peers: dict[str, str]
     quarantined: int  # attempts that are over, whose memory may still be written
-    quarantined_long: int  # of these, longer than the grace time
     counters: dict[str, float] = field(default_factory=dict)
 
 
@@ -219,7 +218,7 @@ class KVTransferManager:
         return events
 
     def stats(self) -> TransferStats:
-        desk, now = self._desk, self.clock()
+        desk = self._desk
         counters = self._counters + desk.counters
         counters["slots_stale"] = self._slots.stale
         counters["slots_corrupt"] = self._slots.corrupt
@@ -227,7 +226,6 @@ class KVTransferManager:
             rooms=len(desk.rooms),
             peers=desk.health(),
             quarantined=desk.quarantined,
-            quarantined_long=desk.overdue_quarantine(now),
             counters=dict(counters),
         )
 

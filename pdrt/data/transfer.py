@@ -6,7 +6,6 @@ business (`quarantine`), and it goes on after Failed and Aborted. Terminal state
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -130,7 +129,6 @@ class Sender:
     given_bytes: int = 0
     done_bytes: int = 0
     problem: Problem | None = None
-    story: deque[str] = field(default_factory=lambda: deque(maxlen=32))
 
     @property
     def key(self) -> Key:
@@ -190,9 +188,7 @@ SEND: Table[State, Sender, SendOutput] = Table(
 
 def feed_sender(sender: Sender, event: SendInput) -> Sequence[SendOutput]:
     """The only function that moves a sender."""
-    before = sender.state
-    sender.state, effects = SEND.step(before, sender, event)
-    sender.story.append(f"{before}--{type(event).__name__}->{sender.state}")
+    sender.state, effects = SEND.step(sender.state, sender, event)
     return effects
 
 
@@ -260,7 +256,6 @@ class Receiver:
     again_at: float = 0.0  # when what we said last is said again
     done_bytes: int = 0
     over_at: float = 0.0
-    story: deque[str] = field(default_factory=lambda: deque(maxlen=32))
 
     @property
     def key(self) -> Key:
@@ -339,7 +334,5 @@ RECEIVE: Table[State, Receiver, ReceiveOutput] = Table(
 
 def feed_receiver(receiver: Receiver, event: ReceiveInput) -> Sequence[ReceiveOutput]:
     """The only function that moves a receiver."""
-    before = receiver.state
-    receiver.state, effects = RECEIVE.step(before, receiver, event)
-    receiver.story.append(f"{before}--{type(event).__name__}->{receiver.state}")
+    receiver.state, effects = RECEIVE.step(receiver.state, receiver, event)
     return effects
