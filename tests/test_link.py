@@ -66,7 +66,7 @@ async def test_a_message_waits_for_an_end_that_comes_later(tmp_path: Path) -> No
 
 async def test_what_was_said_before_hanging_up_is_read_whole(tmp_path: Path) -> None:
     async with ends(tmp_path) as both:
-        reading = asyncio.create_task(anext(both.ours.listen()))
+        reading = asyncio.ensure_future(anext(both.ours.listen()))
         await asyncio.sleep(0)
         said = [loading(number) for number in range(5000)]  # more than any queue between us holds
 
