@@ -90,8 +90,8 @@ async def test_the_demo_model_answers_like_generate(tmp_path: Path) -> None:
     tables = settings(model)
     room = {"scheduler": {"block_size": 16, "max_prefill_tokens": 64, "kv_memory": 64 << 20}}
     cluster = Cluster.make(tmp_path, 1, 1, 0, tables, room)
-    hybrid = Cluster.make(tmp_path, 0, 0, 1, tables, room)
-    cluster.nodes |= hybrid.nodes
+    cluster.add_node("hybrid0", "hybrid", tables, room)
+    cluster.startup_s = 120.0
     text = "The capital of France is Paris. The capital of Japan is Tokyo. 12345 + 678 = "
     prompts = ["The", text, "Once upon a time 🙂 in 世界,", (text * 9)[:700]]
     async with cluster.running():
