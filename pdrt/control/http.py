@@ -36,6 +36,7 @@ from pdrt.messages import Problem
 Json: TypeAlias = dict[str, Any]
 
 REQUEST_ID: Final = web.RequestKey("request_id", str)
+MAX_KEYS: Final = 1024  # of one JSON object
 BODY_S: Final = 30.0  # a stalled upload ends after this
 RETRY_AFTER_S: Final = 1
 _HALF_PAIR: Final = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -173,13 +174,15 @@ async def read_body(request: web.Request, limit: int, within_s: float = BODY_S) 
                     raise TooLarge(f"the body is over the limit of {limit} bytes")
     except TimeoutError:
         raise BadRequest(f"the body did not arrive within {within_s:g} s") from None
+    except web.RequestPayloadError as error:
+        raise BadRequest(f"the body is not what its headers say: {error}"[:300]) from error
     return bytes(body)
 
 
 def parse_object(body: bytes) -> Json:
     """The JSON object in these bytes. Raises BadRequest, also for NaN, deep nesting, no text."""
     try:
-        found = json.loads(body, parse_constant=_no_constant)
+        found = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_object)
         if _HALF_PAIR.search(body):  # half a pair is no text: nothing could encode it later
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -187,6 +190,13 @@ def parse_object(body: bytes) -> Json:
     if not isinstance(found, dict):
         raise BadRequest(f"the body must be a JSON object, not {type(found).__name__}")
     return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Json:
+    """Refuses what no request has and what would take minutes to refuse key by key."""
+    if len(pairs) > MAX_KEYS:
+        raise ValueError(f"an object has {len(pairs)} keys; the limit is {MAX_KEYS}")
+    return dict(pairs)
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -246,7 +256,10 @@ def error_middleware(stage: str) -> Middleware:
         try:
             return await handler(request)
         except PdrtError as error:
-            return error_response(error, request_id_of(request), stage)
+            response = error_response(error, request_id_of(request), stage)
+            if request.content.exception():
+                response.force_close()  # where the next request begins cannot be known
+            return response
         except web.HTTPException as error:
             return _http_exception(error, request_id, stage)
         except Exception:

@@ -1,6 +1,7 @@
 """The bodies that clients and legs may send, as models: each field is known or refused by name.
 
-`order.py` makes one form of all dialects out of them.
+`order.py` makes one form of all dialects out of them. A list is read up to its first fault: to
+explain each of a million would take minutes, and the loop stands still meanwhile.
 """
 
 from __future__ import annotations
@@ -54,16 +55,17 @@ def _prompt_kind(value: object) -> str | None:
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[
-    Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None, BeforeValidator(_listed)
+    Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None,
+    BeforeValidator(_listed),
 ]
-StopIds = Annotated[list[TokenId], Field(max_length=64)]
+StopIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=64)]
 TextPrompt = Annotated[str, Field(min_length=1)]
-IdsPrompt = Annotated[list[TokenId], Field(min_length=1)]
+IdsPrompt = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Prompt = Annotated[
     Annotated[TextPrompt, Tag("text")]
     | Annotated[IdsPrompt, Tag("ids")]
-    | Annotated[list[TextPrompt], Tag("texts")]
-    | Annotated[list[IdsPrompt], Tag("lists")],
+    | Annotated[list[TextPrompt], Field(fail_fast=True), Tag("texts")]
+    | Annotated[list[IdsPrompt], Field(fail_fast=True), Tag("lists")],
     Discriminator(
         _prompt_kind,
         custom_error_type="prompt_type",
@@ -141,12 +143,14 @@ class Part(Strict):
 
 class Turn(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[Part] | None, BeforeValidator(_as_parts)] = None
+    content: Annotated[
+        Annotated[list[Part], Field(fail_fast=True)] | None, BeforeValidator(_as_parts)
+    ] = None
     name: str | None = None
 
 
 class ChatRequest(Envelope, Drawing):
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None

@@ -111,6 +111,7 @@ def test_a_full_or_absent_server_says_when_to_come_again() -> None:
         b'{"\\uDFFF": 1}',
         b'{"a": ' + b"[" * 200000 + b"]" * 200000 + b"}",
         b'{"a": ' + b"9" * 5000 + b"}",
+        b'{"a": {' + b",".join(b'"%d": 1' % i for i in range(1025)) + b"}}",
     ],
 )
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
@@ -134,6 +135,15 @@ async def test_a_body_over_the_limit_is_413_with_and_without_a_length() -> None:
             assert (await answer.json())["error"]["code"] == "too_large"
         answer = await client.post("/", json={"a": 1})
         assert (answer.status, await answer.json()) == (200, {"a": 1})
+
+
+async def test_a_body_that_is_not_encoded_as_it_says_is_a_bad_request() -> None:
+    async with served(echo) as client:
+        for encoding in ("gzip", "deflate"):
+            headers = {"content-encoding": encoding}
+            answer = await client.post("/", data=b"\xffjunk", headers=headers)
+            assert answer.status == 400
+            assert (await answer.json())["error"]["code"] == "bad_request"
 
 
 async def test_an_upload_that_stalls_is_ended() -> None:

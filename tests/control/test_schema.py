@@ -234,6 +234,28 @@ def test_other_prompts_are_refused(dialect: Dialect, prompt: object, said: str) 
     assert said in refusal(dialect, {"prompt": prompt})
 
 
+@pytest.mark.parametrize(
+    ("dialect", "field", "value"),
+    [
+        ("generate", "prompt", [1, *[""] * 50]),
+        ("generate", "prompt", [""] * 50),
+        ("generate", "prompt", [[]] * 50),
+        ("generate", "prompt", [[1, *[""] * 50]]),
+        ("generate", "sampling_params", {"stop": [1] * 50}),
+        ("completions", "stop_token_ids", [-1] * 50),
+        ("chat", "messages", [{}] * 50),
+        ("chat", "messages", [{"role": "user", "content": [1] * 50}]),
+    ],
+)
+def test_only_the_first_fault_of_a_list_is_explained(
+    dialect: Dialect, field: str, value: object
+) -> None:
+    """A million faults in eight megabytes would be minutes of explaining."""
+    said = refusal(dialect, {**LEAST[dialect], field: value})
+    assert len({fault.split(":")[0].split()[0] for fault in said.split("; ")}) <= 2, said
+    assert "2" not in said, said
+
+
 def test_a_prompt_must_be_there() -> None:
     assert refusal("generate", {}) == "prompt is missing"
 
