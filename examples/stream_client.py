@@ -1,6 +1,6 @@
 """Streams an answer from pdrt's /generate with aiohttp.
 
-    python examples/stream_client.py "Once upon a time" --url http://127.0.0.1:8000
+python examples/stream_client.py "Once upon a time" --url http://127.0.0.1:8000
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ async def generate(session: ClientSession, url: str, body: dict[str, Any]) -> As
                 continue  # an empty line between events, or an event's name
             data = line.removeprefix(b"data:").strip()
             if data == b"[DONE]":
-                return
+                continue  # the end; who hangs up before the stream is over counts as gone
             chunk = json.loads(data)
             if "error" in chunk:
                 sys.exit(f"\nthe answer ended early: {chunk['error']['message']}")

@@ -7,19 +7,24 @@ it and thereby ends the work behind it. Works with questions on a pipe too, one 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import json
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, TextIO, TypeAlias
 
-from aiohttp import ClientError, ClientSession, ClientTimeout
+from aiohttp import ClientConnectorError, ClientError, ClientSession, ClientTimeout
 from rich.console import Console
 
 from pdrt.control.http import error_from_answer
-from pdrt.errors import PdrtError, Unavailable
+from pdrt.errors import PdrtError, Unauthorized, Unavailable
 
 _HELP: Final = "/new forgets the conversation, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
+_AGAIN: Final = "Ctrl-C again ends, and so does Ctrl-D"
 _CONNECT_S: Final = 5.0
 Message: TypeAlias = dict[str, str]
 
@@ -37,7 +42,8 @@ class Manner:
 
     @property
     def base(self) -> str:
-        return self.url.rstrip("/").removesuffix("/v1") + "/v1"
+        url = self.url if "://" in self.url else f"http://{self.url}"
+        return url.rstrip("/").removesuffix("/v1") + "/v1"
 
     @property
     def headers(self) -> dict[str, str]:
@@ -64,15 +70,21 @@ class Told:
 
 
 async def data_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """The `data:` of server-sent events, however the bytes were cut, up to [DONE]."""
-    rest = b""
+    """The `data:` of server-sent events, however the bytes were cut, up to [DONE].
+
+    What comes after it is read and dropped: who hangs up before the end has left, for the server.
+    """
+    rest, is_done = b"", False
     async for chunk in chunks:
+        if is_done:
+            continue
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 text = line[5:].strip().decode(errors="replace")
                 if text == "[DONE]":
-                    return
+                    is_done = True
+                    break
                 yield text
 
 
@@ -101,7 +113,7 @@ async def ask(
                     told.pieces += 1
                     yield piece
     except (ClientError, TimeoutError, OSError) as error:
-        raise Unavailable(f"{manner.base}: {error!r}") from error
+        raise Unavailable(f"{manner.base}: {_reason(error)}") from error
     finally:
         told.total_s = time.perf_counter() - began
 
@@ -128,9 +140,17 @@ async def first_model(session: ClientSession, base: str) -> str:
                 raise error_from_answer(answer.status, await answer.read(), base)
             return str((await answer.json())["data"][0]["id"])
     except (ClientError, TimeoutError, OSError) as error:
-        raise Unavailable(f"nobody serves at {base} ({error}): is `pdrt up` running?") from error
+        why = _reason(error)
+        raise Unavailable(f"nobody serves at {base} ({why}): is `pdrt up` running?") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise Unavailable(f"{base}/models did not name a model") from error
+
+
+def _reason(error: Exception) -> str:
+    """In words for a person, without what only a programmer needs."""
+    if isinstance(error, ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno)
+    return str(error) or type(error).__name__
 
 
 class Chat:
@@ -145,7 +165,10 @@ class Chat:
     def open(self) -> None:
         """Find out whom we talk to. Raises PdrtError."""
         if not self._model:
-            self._model = self._runner.run(self._find_model())
+            try:
+                self._model = self._runner.run(self._find_model())
+            except Unauthorized as error:
+                raise Unauthorized(f"{error}: --api-key KEY, or PDRT_API_KEY") from error
         self._forget()
 
     @property
@@ -163,6 +186,8 @@ class Chat:
                     self._forget()
                 case "/help":
                     self._note(_HELP)
+                case command if command[0] == "/" and command[1:].isalpha():
+                    self._note(f"there is no {command}: {_HELP}")
                 case text:
                     self._turn(text)
 
@@ -170,8 +195,8 @@ class Chat:
         self._said.append({"role": "user", "content": text})
         told = Told()
         try:
-            self._runner.run(self._answer(told))
-        except KeyboardInterrupt:
+            self._runner.run(self._stoppable(told))
+        except (asyncio.CancelledError, KeyboardInterrupt):
             self._console.print()
             self._note("stopped")
         except PdrtError as error:
@@ -182,6 +207,16 @@ class Chat:
             self._said.append({"role": "assistant", "content": told.text})
         else:
             self._said.pop()  # as if it had not been asked
+
+    async def _stoppable(self, told: Told) -> None:
+        """Ctrl-C ends the answer, and no more than that however often it is pressed."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        loop.add_signal_handler(signal.SIGINT, lambda: task.cancelling() or task.cancel())
+        try:
+            await self._answer(told)
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
 
     async def _answer(self, told: Told) -> None:
         async with self._session() as session:
@@ -208,16 +243,31 @@ class Chat:
             self._console.print(line, style=style, markup=False, highlight=False)
 
 
-def questions(stdin: TextIO, prompt: Callable[[], str] | None) -> Iterator[str]:
-    """Lines from a person (with a prompt, ended by Ctrl-D or Ctrl-C) or from a pipe."""
+def questions(
+    stdin: TextIO, prompt: Callable[[], str] | None, note: Callable[[str], None]
+) -> Iterator[str]:
+    """Lines from a person (with a prompt) or from a pipe.
+
+    A person ends with Ctrl-D. Ctrl-C drops the line, for it may have been meant for an answer
+    that was just over; the second in a row ends.
+    """
     if prompt is None:
         yield from stdin
         return
+    is_leaving = False
     while True:
         try:
-            yield prompt()
-        except (EOFError, KeyboardInterrupt):
+            line = prompt()
+        except EOFError:
             return
+        except KeyboardInterrupt:
+            if is_leaving:
+                return
+            is_leaving = True
+            note(_AGAIN)
+        else:
+            is_leaving = False
+            yield line
 
 
 def chat(manner: Manner, console: Console, stdin: TextIO) -> int:
@@ -228,7 +278,13 @@ def chat(manner: Manner, console: Console, stdin: TextIO) -> int:
         is_person = console.is_terminal and stdin.isatty()
         if is_person:
             console.print(f"{talk.model} at {manner.base}. {_HELP}", style="dim", markup=False)
-        talk.talk(questions(stdin, (lambda: input("> ")) if is_person else None))
+            with contextlib.suppress(ImportError):
+                importlib.import_module("readline")  # gives `input` editing and a history
+
+        def note(line: str) -> None:
+            console.print(f"\n{line}", style="dim", markup=False)
+
+        talk.talk(questions(stdin, (lambda: input("> ")) if is_person else None, note))
         if is_person:
             console.print()
         return 1 if talk.failures and not is_person else 0

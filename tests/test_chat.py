@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from aiohttp import web
 from rich.console import Console
 
 from pdrt.chat import Manner, chat, data_lines, questions
-from pdrt.errors import Unavailable
+from pdrt.errors import Unauthorized, Unavailable
 
 
 @dataclass
@@ -25,9 +27,14 @@ class Server:
     answers: list[list[Any] | tuple[int, Any]]
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
+    whole: int = 0  # answers that were read to their end
+    wants_key: bool = False
+    interrupts: bool = False  # Ctrl-C in the middle of an answer
     url: str = ""
 
     async def models(self, _request: web.Request) -> web.Response:
+        if self.wants_key:
+            return web.json_response(WANTS_KEY, status=401)
         return web.json_response({"object": "list", "data": [{"id": "small"}]})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -41,7 +48,14 @@ class Server:
         for event in answer:
             text = event if isinstance(event, str) else json.dumps(event)
             await response.write(f"data: {text}\n\n".encode())
+        if self.interrupts:
+            self.interrupts = False
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()  # until the client hangs up
         await response.write(b"data: [DONE]\n\n")
+        await asyncio.sleep(0)
+        await response.write_eof()
+        self.whole += 1
         return response
 
 
@@ -57,7 +71,7 @@ def server() -> Iterator[Server]:
         app = web.Application()
         app.router.add_get("/v1/models", made.models)
         app.router.add_post("/v1/chat/completions", made.completions)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -120,6 +134,7 @@ def test_on_a_terminal_it_says_how_fast_and_by_which_path(server: Server) -> Non
 
 
 TOO_LONG = {"error": {"code": "too_long", "message": "9000 tokens", "type": "x", "stage": "router"}}
+WANTS_KEY = {"error": {"code": "unauthorized", "message": "no key", "type": "x", "stage": "r"}}
 LOST = {"error": {"code": "peer_lost", "message": "decode died", "type": "x", "stage": "decode"}}
 
 
@@ -147,9 +162,43 @@ def test_a_question_that_failed_is_not_remembered(server: Server) -> None:
     assert server.asked[1]["messages"] == [{"role": "user", "content": "b"}]
 
 
-def test_nobody_there_is_a_clear_error() -> None:
-    with pytest.raises(Unavailable, match="is `pdrt up` running"):
-        talk(Manner(url="http://127.0.0.1:1"), "hi")
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:1"])
+def test_nobody_there_is_a_clear_error(url: str) -> None:
+    says = (
+        r"^nobody serves at http://127.0.0.1:1/v1 \(Connection refused\): is `pdrt up` running\?$"
+    )
+    with pytest.raises(Unavailable, match=says):
+        talk(Manner(url=url), "hi")
+
+
+def test_who_needs_a_key_is_told_how_to_give_it(server: Server) -> None:
+    server.wants_key = True
+    with pytest.raises(Unauthorized, match="PDRT_API_KEY"):
+        talk(Manner(url=server.url), "hi")
+
+
+def test_what_looks_like_a_command_is_no_question(server: Server) -> None:
+    server.answers = [say("yes")]
+    _, out = talk(Manner(url=server.url), "/nwe", "/etc/hosts exists?", terminal=True)
+    assert "there is no /nwe" in out
+    assert [asked["messages"][0]["content"] for asked in server.asked] == ["/etc/hosts exists?"]
+
+
+def test_an_answer_is_read_to_its_end_so_that_nobody_seems_to_have_left(server: Server) -> None:
+    server.answers = [say("one"), say("two")]
+    talk(Manner(url=server.url), "a", "b")
+    assert server.whole == 2
+
+
+def test_ctrl_c_ends_the_answer_and_nothing_else(
+    server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server.answers, server.interrupts = [say("one"), say("two")], True
+    status, out = talk(Manner(url=server.url), "a", "b", terminal=True)
+    assert status == 0
+    assert "stopped" in out
+    assert "two" in out
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("cut", [1, 2, 7, 1000])
@@ -164,13 +213,25 @@ async def test_events_are_read_however_the_bytes_are_cut(cut: int) -> None:
     assert [line async for line in data_lines(chunks())] == ['{"a": "é"}', "two"]
 
 
-@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
-def test_a_person_leaves_with_ctrl_d_or_ctrl_c(end: type[BaseException]) -> None:
-    said: Iterator[str] = iter(["hi"])
+@pytest.mark.parametrize(
+    ("keys", "notes"),
+    [
+        (["hi", EOFError], 0),
+        (["hi", KeyboardInterrupt, KeyboardInterrupt], 1),
+        ([KeyboardInterrupt, "hi", KeyboardInterrupt, EOFError], 2),
+    ],
+)
+def test_a_person_leaves_with_ctrl_d_or_two_ctrl_c(
+    keys: list[str | type[BaseException]], notes: int
+) -> None:
+    typed, noted = iter(keys), list[str]()
 
     def prompt() -> str:
-        for line in said:
-            return line
-        raise end
+        key = next(typed)
+        if isinstance(key, str):
+            return key
+        raise key
 
-    assert list(questions(io.StringIO(), prompt)) == ["hi"]
+    assert list(questions(io.StringIO(), prompt, noted.append)) == ["hi"]
+    assert len(noted) == notes
+    assert not list(typed)
