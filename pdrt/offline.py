@@ -79,7 +79,7 @@ def generate(
             f"{len(ids)} prompt tokens and --max-tokens {sampling.max_tokens} are more than the"
             f" {spec.max_model_len} that the model can hold"
         )
-    runner = _load(config, console)
+    runner = _load(config, Console(stderr=True))
     told, began, pieces = Answered(), time.perf_counter(), text.pieces()
     for output in answer(ids, runner, _limits(config), sampling):
         if output.problem is not None:
@@ -107,6 +107,7 @@ def _ids(prompt: str, text: Text, *, is_chat: bool) -> list[int]:
 
 
 def _load(config: NodeConfig, console: Console) -> Runner:
+    """The model, ready; how far it is shows on a terminal, and never among the answer."""
     if not console.is_terminal:
         return open_runner(config, _silent)
     with console.status("loading the model") as status:

@@ -81,6 +81,43 @@ def test_a_wrong_setting_is_one_line_that_names_it(
     assert str(file) in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["node", "--role", "decode", "--conf", "router.toml"], "is a router's: pdrt router"),
+        (["router", "--conf", "decode.toml"], "is a node's: pdrt node"),
+    ],
+)
+def test_the_file_of_another_command_is_known_as_such(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments[-1] = str(ROOT / "conf" / arguments[-1])
+    status, _, err = run(capsys, *arguments)
+    assert (status, err.count("\n")) == (2, 1)
+    assert says in err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[model]\npath = '/nowhere'\n", "`demo` for the demo model"),
+        ("[security]\nkey_file = '/nowhere'\n", "openssl rand -hex 32"),
+    ],
+)
+def test_what_is_not_there_comes_with_what_to_do(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = conf_file(tmp_path, text)
+    assert says in run(capsys, "node", "--role", "decode", "--conf", str(file))[2]
+
+
+def test_every_option_is_explained() -> None:
+    groups = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, command in {**groups, **groups["bench"].commands}.items():
+        for option in command.params:
+            assert getattr(option, "help", None), f"pdrt {name} {option.name}"
+
+
 def test_a_missing_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, "router", "--conf", "/nowhere.toml")
     assert status == 2

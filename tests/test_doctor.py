@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pdrt.doctor import Finding, Verdict, examine, fine, is_router, note, show, wrong
+from pdrt.doctor import Finding, Verdict, examine, fine, is_node, is_router, note, show, wrong
 
 ROOT = Path(__file__).parent.parent
 FREE = "[ports]\nrouter = 0\nprefill = 0\ndecode = 0\nhybrid = 0\nbootstrap = 0\n"
@@ -72,6 +72,7 @@ def test_what_is_wrong_or_unready_comes_with_advice(tmp_path: Path) -> None:
         ("[scheduler]\nkv_memory = 1e18\n", "memory", "GB"),
         ("[parallel]\nlocal_ip = '192.0.2.1'\n", "address", "192.0.2.1"),
         ("[parallel]\nlocal_ip = '192.0.2.1'\n", "cluster key", "loopback"),
+        ("[parallel]\nips = ['192.0.2.1']\n", "place", "none of ips: 192.0.2.1"),
         ("[security]\nkey_file = '/nowhere'\n", "cluster key", "/nowhere"),
     ],
 )
@@ -102,6 +103,12 @@ def test_a_taken_port_is_found_with_its_address(tmp_path: Path, taken: int) -> N
 def test_only_the_ports_of_the_role_are_looked_at(tmp_path: Path) -> None:
     findings = list(examine(None, "decode", tmp_path))
     assert [each.what.partition("(")[2][:6] for each in of(findings, "port")] == ["decode"]
+
+
+def test_without_a_file_the_routers_port_is_looked_at_too(tmp_path: Path) -> None:
+    findings = of(list(examine(None, None, tmp_path)), "port")
+    assert sum("(router)" in each.what for each in findings) == 1
+    assert not [each for each in of(look(tmp_path, FREE), "port") if "router" in each.what]
 
 
 def test_the_model_is_described_without_being_loaded(tmp_path: Path) -> None:
@@ -149,12 +156,16 @@ def test_the_two_kinds_of_files_are_told_apart() -> None:
     assert is_router(ROOT / "conf/router.toml")
     assert not is_router(ROOT / "conf/decode.toml")
     assert not is_router(ROOT / "conf/none.toml")
+    assert is_node(ROOT / "conf/decode.toml")
+    assert not is_node(ROOT / "conf/router.toml")
+    assert not is_node(ROOT / "conf/none.toml")
 
 
 def test_what_this_version_cannot_do_is_said(tmp_path: Path) -> None:
     lines = [each.what for each in examine(None, None, tmp_path)]
+    (line,) = [each for each in lines if "not built into this version" in each]
     for name in ("tcp", "nixl", "mooncake", "memfabric"):
-        assert f"transport: {name} is not built into this version" in lines
+        assert name in line
     assert sum("not verified on hardware" in line for line in lines) == 2
 
 

@@ -107,7 +107,8 @@ class Screen:
 
     def rest(self) -> None:
         """Draw nothing live from now on; the terminal may be another program's."""
-        self._progress.stop()
+        if self._console.is_terminal:  # else it would print an empty line
+            self._progress.stop()
         if self._live is not None:
             self._live.stop()
             self._live = None
