@@ -114,11 +114,13 @@ async def serves(cluster: Cluster, want: list[int]) -> bool:
 
 
 async def gone(pids: list[int]) -> None:
+    """Until these have ended; who inherits them may be slow to bury them."""
     for pid in pids:
-        for _ in range(100):
+        for _ in range(250):
             try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
+                if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                    break
+            except psutil.NoSuchProcess:
                 break
             await asyncio.sleep(0.02)
         else:
@@ -147,7 +149,7 @@ async def test_a_client_that_leaves_frees_both_legs(cluster: Cluster) -> None:
     """CASES 30, 37, 95: at points all over a request's life."""
     body = {
         "prompt": PROMPT,
-        "sampling_params": {"max_tokens": TOKENS, "ignore_eos": True},
+        "sampling_params": {"max_tokens": 4 * TOKENS, "ignore_eos": True},
         "stream": True,
     }
     for delay_s in (0.0, 0.01, 0.05, 0.2, 0.5, 0.8, 1.0, 1.3):
@@ -167,7 +169,7 @@ async def leave_after(cluster: Cluster, body: dict[str, Any], delay_s: float) ->
 async def test_a_deadline_ends_a_request_wherever_it_is(cluster: Cluster) -> None:
     for timeout_s in (0.05, 0.4, 1.2):
         answer = await cluster.generate(
-            PROMPT, sampling={"max_tokens": TOKENS}, timeout_s=timeout_s
+            PROMPT, sampling={"max_tokens": 4 * TOKENS}, timeout_s=timeout_s
         )
         assert (answer.status, answer.code) == (504, "deadline"), answer.body
         assert answer.seconds < timeout_s + 1.0
