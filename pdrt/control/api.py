@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Mapping
 from typing import Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from pdrt.control import openai
-from pdrt.control.http import add_request_id, check_bearer, error_middleware
+from pdrt.control.http import (
+    add_request_id,
+    check_bearer,
+    error_middleware,
+    has_api_key,
+    metrics_response,
+)
 from pdrt.control.leader import Leader
 from pdrt.control.order import PATHS
 from pdrt.control.serving import PD_PATH, Serving
@@ -67,8 +71,7 @@ class _Operation:
         return web.json_response({"ready": True})
 
     async def metrics(self, _request: web.Request) -> web.Response:
-        body = generate_latest(self._leader.registry)
-        return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
+        return metrics_response(self._leader.registry)
 
     async def models(self, _request: web.Request) -> web.Response:
         leader = self._leader
@@ -118,10 +121,9 @@ def _check_client(request: web.Request, leader: Leader) -> None:
     """Raises Unauthorized unless a client's key or the cluster's is sent, or none is needed."""
     if not leader.api_keys:
         return
-    header = request.headers.get("authorization", "")
-    sent = header.encode(errors="surrogateescape")  # whatever bytes a client puts there
-    keys = [hmac.compare_digest(sent, f"Bearer {key}".encode()) for key in leader.api_keys]
-    if not any(keys) and (leader.key is None or not leader.key.is_bearer(header)):
+    header = request.headers.get("authorization")
+    is_member = leader.key is not None and leader.key.is_bearer(header)
+    if not is_member and not has_api_key(request, leader.api_keys):
         raise Unauthorized("a client key is missing or wrong")
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Mapping
-from typing import Final
 
 from aiohttp import web
 
 from pdrt.control.exchange import ClientGone
-from pdrt.control.http import error_body, request_id_of
+from pdrt.control.http import cut_off, end_with_error
 from pdrt.errors import PdrtError
-
-LAST_WORDS_S: Final = 1.0  # a reader that has stopped reading is not waited for any longer
 
 
 class HttpClient:
@@ -22,7 +17,7 @@ class HttpClient:
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self.response: web.StreamResponse | None = None
-        self._ends_line = True
+        self._ends_event = True
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         self.response = web.StreamResponse(status=status, headers=headers)
@@ -37,7 +32,7 @@ class HttpClient:
             await self.response.write(chunk)
         except ConnectionError as error:
             raise ClientGone from error
-        self._ends_line = chunk.endswith(b"\n\n")
+        self._ends_event = chunk.endswith(b"\n\n")
 
     async def finish(self) -> None:
         assert self.response is not None, "start comes before finish"
@@ -50,17 +45,7 @@ class HttpClient:
         """An event stream ends with an error event; anything else by breaking the connection."""
         assert self.response is not None, "start comes before break_off"
         if self.response.content_type != "text/event-stream":
-            self._abort()
-            return
-        told = json.dumps(error_body(error, request_id_of(self._request), "router"))
-        event = f"event: error\ndata: {told}\n\n".encode()
-        try:
-            async with asyncio.timeout(LAST_WORDS_S):
-                await self.response.write(event if self._ends_line else b"\n\n" + event)
-                await self.response.write_eof()
-        except (TimeoutError, ConnectionError):
-            self._abort()
-
-    def _abort(self) -> None:
-        if self._request.transport is not None:
-            self._request.transport.abort()
+            cut_off(self._request)
+        else:
+            gap = b"" if self._ends_event else b"\n\n"
+            await end_with_error(self._request, self.response, error, "router", gap)

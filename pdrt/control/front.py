@@ -6,7 +6,6 @@ The fleet is watched and tried in the background for as long as the application 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from aiohttp.typedefs import Handler
 from pdrt.config import RouterConfig
 from pdrt.control import order
 from pdrt.control.canary import try_pairs
+from pdrt.control.claims import claimed
 from pdrt.control.client import HttpClient
 from pdrt.control.fleet import Fleet
 from pdrt.control.http import (
@@ -27,6 +27,8 @@ from pdrt.control.http import (
     Json,
     check_bearer,
     error_response,
+    has_api_key,
+    metrics_response,
     read_json,
     request_id_of,
 )
@@ -35,14 +37,7 @@ from pdrt.control.legs import Failure
 from pdrt.control.relay import PATH_HEADER, Relay, Ticket, Timing, Tools
 from pdrt.control.routermetrics import RouterMetrics
 from pdrt.control.upstream import Upstream, open_session
-from pdrt.errors import (
-    Conflict,
-    Draining,
-    NotFound,
-    Overloaded,
-    PdrtError,
-    Unauthorized,
-)
+from pdrt.errors import Draining, NotFound, Overloaded, PdrtError, Unauthorized
 from pdrt.keys import ClusterKey
 
 STAGE: Final = "router"
@@ -149,7 +144,7 @@ class Router:
             with self._admission():
                 body = await read_json(request, self.config.security.max_body_bytes)
                 read = self._read(request, body)
-                with self._room(read.client_room):
+                with claimed(self.rooms, read.client_room):
                     return await self._relay(request, read, started)
         except PdrtError as error:
             self.metrics.errors.labels(error.code).inc()
@@ -203,20 +198,6 @@ class Router:
         finally:
             self.admitted -= 1
             self._look_idle()
-
-    @contextmanager
-    def _room(self, key: int | None) -> Iterator[None]:
-        """A client's room is an idempotency key: the same one never runs twice at a time."""
-        if key is None:
-            yield
-            return
-        if key in self.rooms:
-            raise Conflict(f"bootstrap_room {key} is in flight")
-        self.rooms.add(key)
-        try:
-            yield
-        finally:
-            self.rooms.discard(key)
 
     def _look_idle(self) -> None:
         if self.draining and not self.admitted:
@@ -289,10 +270,7 @@ class Router:
         for each in self.fleet.instances:
             self.metrics.instance_up.labels(each.name).set(each.is_routable)
             self.metrics.instance_requests.labels(each.name).set(each.load.requests)
-        return web.Response(
-            body=self.metrics.text(),
-            headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
+        return metrics_response(self.metrics.registry)
 
     async def ask_drain(self, request: web.Request) -> web.Response:
         """POST /admin/drain: like SIGTERM, for those who hold the cluster key."""
@@ -321,11 +299,8 @@ class Router:
     async def check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Clients' API keys, when there are any."""
         keys = self.config.security.api_keys
-        if keys and request.path not in OPEN_PATHS:
-            header = request.headers.get("authorization", "")
-            given = header.removeprefix("Bearer ").encode(errors="surrogateescape")
-            if not any([hmac.compare_digest(given, key.encode()) for key in keys]):
-                raise Unauthorized("the API key is missing or wrong")
+        if keys and request.path not in OPEN_PATHS and not has_api_key(request, keys):
+            raise Unauthorized("the API key is missing or wrong")
         return await handler(request)
 
 

@@ -7,6 +7,7 @@ error that another pdrt process answered keeps its code, message and stage on th
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import re
 import secrets
@@ -16,6 +17,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 import structlog
 from aiohttp import ClientError, web
 from aiohttp.typedefs import Handler, Middleware
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from pdrt.control.listen import listen as listening
 from pdrt.errors import (
@@ -39,6 +41,7 @@ REQUEST_ID: Final = web.RequestKey("request_id", str)
 MAX_KEYS: Final = 1024  # of one JSON object
 BODY_S: Final = 30.0  # a stalled upload ends after this
 RETRY_AFTER_S: Final = 1
+LAST_WORDS_S: Final = 1.0  # for a reader that has stopped reading
 _HALF_PAIR: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _GOOD_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _TYPES: Final = {
@@ -209,6 +212,47 @@ def check_bearer(request: web.Request, key: ClusterKey | None) -> None:
         raise Unauthorized("the cluster's bearer token is missing or wrong")
 
 
+def has_api_key(request: web.Request, keys: Collection[str]) -> bool:
+    """Whether the client sent one of these keys, compared in a time that tells nothing."""
+    sent = request.headers.get("authorization", "").encode(errors="surrogateescape")
+    return any([hmac.compare_digest(sent, f"Bearer {key}".encode()) for key in keys])
+
+
+# Answers that both kinds of servers give.
+
+
+async def end_with_error(
+    request: web.Request,
+    response: web.StreamResponse,
+    error: PdrtError,
+    stage: str,
+    gap: bytes = b"",
+) -> None:
+    """The last event of a stream that has begun; whoever does not take it is cut off.
+
+    `gap` ends an event that was half written.
+    """
+    told = json.dumps(error_body(error, request_id_of(request), stage))
+    try:
+        async with asyncio.timeout(LAST_WORDS_S):
+            await response.write(gap + f"event: error\ndata: {told}\n\n".encode())
+            await response.write_eof()
+    except (TimeoutError, ConnectionError):
+        cut_off(request)
+
+
+def cut_off(request: web.Request) -> None:
+    """Break the connection: how an answer that is not whole says so."""
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def metrics_response(registry: CollectorRegistry) -> web.Response:
+    return web.Response(
+        body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST}
+    )
+
+
 # Servers.
 
 
@@ -220,7 +264,7 @@ async def listen(
     A handler is cancelled when its client goes away. Raises ConfigError for a taken port or an
     address that is not this host's.
     """
-    socket = listening(host, port, "HTTP")
+    socket = listening(host, port)
     runner = web.AppRunner(
         app, handler_cancellation=True, access_log=None, shutdown_timeout=grace_s
     )
@@ -232,13 +276,12 @@ async def listen(
 # Middlewares.
 
 
-def require_bearer(key: ClusterKey | None, public: Collection[str] = ()) -> Middleware:
-    """A middleware that lets only the cluster's members past, except to `public` paths."""
+def require_bearer(key: ClusterKey | None) -> Middleware:
+    """A middleware that lets only the cluster's members past."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in public:
-            check_bearer(request, key)
+        check_bearer(request, key)
         return await handler(request)
 
     return middleware

@@ -5,22 +5,19 @@ from __future__ import annotations
 import errno
 import socket
 
-from pdrt.config import bracketed
 from pdrt.errors import ConfigError
 
 BACKLOG = 1024
 
 
-def listen(host: str, port: int, what: str) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A bound, listening TCP socket; port 0 takes a free one. Raises ConfigError."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
-        raise ConfigError(
-            f"{what}: {host!r} is no address of this host: {error.strerror}"
-        ) from error
+        raise ConfigError(f"{host!r} is no address of this host: {error.strerror}") from error
     found = socket.socket(family, kind, proto)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -31,14 +28,8 @@ def listen(host: str, port: int, what: str) -> socket.socket:
         found.listen(BACKLOG)
     except OSError as error:
         found.close()
-        raise ConfigError(f"{what}: {_why(error, host, port)}") from error
+        raise ConfigError(_why(error, host, port)) from error
     return found
-
-
-def url_of(listening: socket.socket) -> str:
-    """Where it is reached, with the port that it really has."""
-    host, port = listening.getsockname()[:2]
-    return f"http://{bracketed(host)}:{port}"
 
 
 def _why(error: OSError, host: str, port: int) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdrt.control.answer import Answer
+from pdrt.control.routermetrics import SECONDS
 from pdrt.control.text import TextPool
-
-_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Meter:
@@ -22,13 +19,13 @@ class Meter:
         self._ttft = Histogram(
             "pdrt_first_token_seconds",
             "From the request to its first token",
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self._total = Histogram(
             "pdrt_request_seconds",
             "From the request to its answer's end",
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self._prompt = Counter("pdrt_prompt_tokens", "Prompt tokens served", registry=registry)

@@ -6,7 +6,6 @@ status; a stream that has begun ends with a finish chunk and `[DONE]`, or with a
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
@@ -14,10 +13,9 @@ from typing import Final, Protocol
 from aiohttp import web
 
 from pdrt.control.answer import Answer, Delta
-from pdrt.control.http import Json, error_body
+from pdrt.control.http import Json, cut_off, end_with_error
 from pdrt.errors import Cancelled, PdrtError
 
-ERROR_S: Final = 1.0  # for a client that does not read to take its error event
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once
 
 
@@ -58,9 +56,8 @@ class WholeReply:
 
 
 class StreamReply:
-    def __init__(self, request: web.Request, voice: Voice, request_id: str, stage: str) -> None:
-        self._request, self._voice = request, voice
-        self._request_id, self._stage = request_id, stage
+    def __init__(self, request: web.Request, voice: Voice, stage: str) -> None:
+        self._request, self._voice, self._stage = request, voice, stage
         self._response: web.StreamResponse | None = None
         self._is_writing = False  # and the client is not taking it
 
@@ -81,12 +78,10 @@ class StreamReply:
     async def fail(self, error: PdrtError) -> web.StreamResponse:
         if self._response is None:
             raise error
-        body = _json(error_body(error, self._request_id, self._stage))
-        event = b"event: error\ndata: " + body + b"\n\n"
-        # When half a chunk is out, its reader would not take the event either.
-        is_told = not self._is_writing and await _sent(self._response, event)
-        if not is_told and self._request.transport is not None:
-            self._request.transport.abort()
+        if self._is_writing:  # half a chunk is out: its reader would not take an event either
+            cut_off(self._request)
+        else:
+            await end_with_error(self._request, self._response, error, self._stage)
         return self._response
 
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
@@ -104,15 +99,6 @@ class StreamReply:
         await response.prepare(self._request)
         self._response = response
         return response
-
-
-async def _sent(response: web.StreamResponse, data: bytes) -> bool:
-    try:
-        async with asyncio.timeout(ERROR_S):
-            await response.write(data)
-    except (TimeoutError, ConnectionError):
-        return False
-    return True
 
 
 def _json(body: Mapping[str, object]) -> bytes:

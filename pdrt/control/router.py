@@ -16,12 +16,11 @@ import uvloop
 from aiohttp import web
 
 from pdrt import telemetry
-from pdrt.config import RouterConfig
+from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
 from pdrt.control.fleet import Fleet
 from pdrt.control.front import NO_PATH, STAGE, Router
-from pdrt.control.http import add_request_id, error_middleware
-from pdrt.control.listen import listen, url_of
+from pdrt.control.http import add_request_id, error_middleware, listen
 from pdrt.control.relay import PATH_HEADER, Timing
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
@@ -84,20 +83,14 @@ async def serve(config: RouterConfig, say: Callable[[str], None]) -> int:
     """
     app = make_router(config, config.security.cluster_key())
     router = app[ROUTER]
-    listening = listen(config.local_ip, config.ports.router, "the router")
-    runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
-    )
+    runner, port = await listen(app, config.local_ip, config.ports.router, CLOSE_S)
     try:
-        await runner.setup()
-        await web.SockSite(runner, listening).start()
-        url = url_of(listening)
+        url = f"http://{bracketed(config.local_ip)}:{port}"
         log.info("listening", url=url)
         say(f"router listening on {url}")
         return await _until_asked(router, config.timeouts.drain_s)
     finally:
         await runner.cleanup()
-        listening.close()
 
 
 async def _until_asked(router: Router, drain_s: float) -> int:

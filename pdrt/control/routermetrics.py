@@ -2,63 +2,62 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from typing import Final
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class RouterMetrics:
     """A registry of its own, so that two routers in one process do not mix."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self.requests = Counter(
             "pdrt_router_requests",
             "Requests by route, answered status and the path that served them",
             ("route", "status", "path"),
-            registry=self._registry,
+            registry=self.registry,
         )
         self.errors = Counter(
             "pdrt_router_errors",
             "Errors told to clients by code",
             ("code",),
-            registry=self._registry,
+            registry=self.registry,
         )
         self.retries = Counter(
             "pdrt_router_retries",
             "Legs moved to another instance before the first byte",
-            registry=self._registry,
+            registry=self.registry,
         )
         self.in_flight = Gauge(
-            "pdrt_router_in_flight", "Requests being served", registry=self._registry
+            "pdrt_router_in_flight", "Requests being served", registry=self.registry
         )
         self.ready = Gauge(
-            "pdrt_router_ready", "1 when a request would succeed", registry=self._registry
+            "pdrt_router_ready", "1 when a request would succeed", registry=self.registry
         )
         self.instance_up = Gauge(
             "pdrt_router_instance_up",
             "1 when an instance takes requests",
             ("instance",),
-            registry=self._registry,
+            registry=self.registry,
         )
         self.instance_requests = Gauge(
             "pdrt_router_instance_requests",
             "Legs under way on an instance",
             ("instance",),
-            registry=self._registry,
+            registry=self.registry,
         )
         self.first_byte = Histogram(
             "pdrt_router_first_byte_seconds",
             "From a request's arrival to the first byte of its answer",
-            buckets=_SECONDS,
-            registry=self._registry,
+            buckets=SECONDS,
+            registry=self.registry,
         )
         self.duration = Histogram(
             "pdrt_router_request_seconds",
             "From a request's arrival to its end",
-            buckets=_SECONDS,
-            registry=self._registry,
+            buckets=SECONDS,
+            registry=self.registry,
         )
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from pdrt.control.answer import Answer, Times
 from pdrt.control.call import Call, open_call, rebind_of, submit_again, submit_of
+from pdrt.control.claims import claimed
 from pdrt.control.detokenize import StopScanner
 from pdrt.control.dispatch import Stream
 from pdrt.control.generate import GenerateVoice
@@ -59,7 +60,8 @@ class Serving:
             outcome.room = call.room
             if leader.role == "prefill":
                 return await self._prefill_leg(call)
-            with self._claimed(call):
+            # Of a leg it is None: the router has seen to it.
+            with claimed(self._client_rooms, call.order.client_room):
                 return await self._answer(call, self._reply(request, call), outcome)
 
     async def prefill_again(self, request: web.Request) -> web.StreamResponse:
@@ -156,23 +158,8 @@ class Serving:
             )
         )
         if order.stream:
-            return StreamReply(request, voice, call.request_id, self._leader.role)
+            return StreamReply(request, voice, self._leader.role)
         return WholeReply(voice)
-
-    @contextmanager
-    def _claimed(self, call: Call) -> Iterator[None]:
-        """A client's bootstrap_room never runs twice at once; behind a router, that sees to it."""
-        room = call.order.client_room
-        if room is None:
-            yield
-            return
-        if room in self._client_rooms:
-            raise Conflict(f"bootstrap_room {room} is in flight")
-        self._client_rooms.add(room)
-        try:
-            yield
-        finally:
-            self._client_rooms.discard(room)
 
     @contextmanager
     def _told(self, request: web.Request) -> Iterator[Outcome]:

@@ -43,9 +43,9 @@ Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
 async def served(
     handle: Handle, key: ClusterKey | None = None
 ) -> AsyncIterator[TestClient[web.Request, web.Application]]:
-    app = web.Application(middlewares=[error_middleware("test"), require_bearer(key, {"/open"})])
+    app = web.Application(middlewares=[error_middleware("test"), require_bearer(key)])
     app.on_response_prepare.append(add_request_id)
-    app.add_routes([web.post("/", handle), web.post("/open", handle)])
+    app.add_routes([web.post("/", handle)])
     async with TestClient(TestServer(app)) as client:
         yield client
 
@@ -207,7 +207,6 @@ async def test_only_the_clusters_token_opens(header: str | None, status: int) ->
             assert not KEY.is_bearer(header)
             return
         assert (await client.post("/", json={}, headers=headers)).status == status
-        assert (await client.post("/open", json={})).status == 200
 
 
 async def test_a_taken_port_is_named_with_its_address() -> None:

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from pdrt.config import RouterConfig
-from pdrt.control.listen import listen, url_of
+from pdrt.control.listen import listen
 from pdrt.control.router import serve
 from pdrt.errors import ConfigError
 from tests.control.fake_leader import FakeLeader, after, good
@@ -20,34 +20,33 @@ from tests.control.router_rig import KEY, until
 
 def test_a_taken_port_is_a_start_up_error_that_names_it() -> None:
     """CASES 103."""
-    with listen("127.0.0.1", 0, "one") as first:
+    with listen("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"the router: port {port} on 127.0.0.1 is taken"):
-            listen("127.0.0.1", port, "the router")
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is taken"):
+            listen("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
 def test_a_foreign_address_is_a_start_up_error_that_names_it(host: str) -> None:
     with pytest.raises(ConfigError, match=f"{host} is not an address of this host"):
-        listen(host, 0, "the router")
+        listen(host, 0)
 
 
 def test_a_name_that_is_none_is_a_start_up_error() -> None:
     with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid"):
-        listen("no.such.host.invalid", 0, "the router")
+        listen("no.such.host.invalid", 0)
 
 
 def test_port_0_publishes_the_real_port() -> None:
-    with listen("127.0.0.1", 0, "x") as found:
-        assert url_of(found) == f"http://127.0.0.1:{found.getsockname()[1]}"
+    with listen("127.0.0.1", 0) as found:
         assert found.getsockname()[1] > 0
 
 
 def test_ipv6_works_where_an_address_is_taken() -> None:
     if not socket.has_ipv6:
         pytest.skip("this host has no IPv6")
-    with listen("::1", 0, "x") as found:
-        assert url_of(found).startswith("http://[::1]:")
+    with listen("::1", 0) as found:
+        assert found.getsockname()[0] == "::1"
 
 
 def _config(leader: FakeLeader) -> RouterConfig:
