@@ -21,6 +21,7 @@ from pdrt.settings import Section, override, read_toml
 from pdrt.settings import check as check
 
 Role = Literal["prefill", "decode", "hybrid"]
+PolicyName = Literal["round_robin", "least_loaded"]
 Positive = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Duration = Annotated[float, Field(gt=0, le=86400)]
@@ -207,8 +208,8 @@ class Target(Section):
 
 
 class PolicySection(Section):
-    prefill: Literal["round_robin", "least_loaded"] = "least_loaded"
-    decode: Literal["round_robin", "least_loaded"] = "least_loaded"
+    prefill: PolicyName = "least_loaded"
+    decode: PolicyName = "least_loaded"
     canary: bool = True  # ready only when a pair has really served
     max_in_flight: Positive = 4096  # beyond: 429
 

@@ -50,6 +50,7 @@ Short = Annotated[str, Field(max_length=512)]
 # Words for people are cut to size, not refused: an error must not fail on its way.
 Words = Annotated[str, BeforeValidator(lambda value: _cut(value, 512))]
 Text = Annotated[str, BeforeValidator(lambda value: _cut(value, 8192))]
+Finish: TypeAlias = Literal["stop", "length"]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 
 
@@ -169,7 +170,7 @@ class Source:
 
     host: Short
     port: Annotated[int, Field(ge=1, le=65535)]
-    dp_rank: Number = -1  # -1: ask the bootstrap server
+    dp_rank: Number = -1  # -1: not said, which is enough where there is one
 
 
 @_wire
@@ -429,7 +430,7 @@ class Output:
     room: Room
     tokens: tuple[Number, ...] = ()
     logprobs: tuple[float, ...] = ()
-    finish: Literal["stop", "length", "prefilled"] | None = None
+    finish: Finish | Literal["prefilled"] | None = None
     problem: Problem | None = None
     cached_tokens: Number = 0
     attempt: Annotated[int, Field(ge=-1, lt=1 << 32)] = -1  # else an older try's echo is dropped
@@ -500,7 +501,6 @@ class RegisterRank:
     fingerprint: KvLayout
     max_prompt_tokens: Annotated[int, Field(ge=1, lt=1 << 31)]
     process: Process
-    transports: tuple[Short, ...] = ("shm",)
 
 
 @_wire

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
 from pdrt.control.detokenize import Pieces, StopScanner
 from pdrt.control.http import Json
-from pdrt.messages import Output
-
-Finish: TypeAlias = Literal["stop", "length"]
+from pdrt.messages import Finish, Output
 
 
 @dataclass(frozen=True, slots=True)

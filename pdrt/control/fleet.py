@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from pdrt.config import RouterConfig
+from pdrt.config import PolicyName, RouterConfig
 from pdrt.control.instances import Instance, Probe, reasons, watch
 from pdrt.control.order import Pin
 from pdrt.control.pairs import Faulted, Pair, Renewed, Trust, feed
-from pdrt.control.policy import Load, PolicyName, choose
+from pdrt.control.policy import Load, choose
 from pdrt.data.peer import Health
 from pdrt.errors import BadRequest, NoDecode, NoPrefill, PdrtError, Unavailable
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 import structlog
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from pdrt.config import Target
-from pdrt.control.policy import Load, PolicyName, choose
+from pdrt.config import PolicyName, Role, Target
+from pdrt.control.policy import Load, choose
 from pdrt.data.peer import Beat, Died, Event, Health, Miss, feed
 from pdrt.errors import BadMessage, ConfigError, PdrtError, PeerLost
 
-Role: TypeAlias = Literal["prefill", "decode", "hybrid"]
 log = structlog.get_logger(__name__)
 
 

@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdrt.config import Role
 from pdrt.control.http import Json
-from pdrt.control.order import Chat, LegSide, Order, Pin, leg_body
+from pdrt.control.order import Chat, Order, Pin, leg_body
 from pdrt.control.policy import weight_of
 from pdrt.control.schema import Leg
 
@@ -28,7 +29,7 @@ class Job(Protocol):
         """Tokens that decode will hold, about."""
         ...
 
-    def body(self, side: LegSide, leg: Leg) -> bytes:
+    def body(self, side: Role, leg: Leg) -> bytes:
         """What one leader is sent."""
         ...
 
@@ -53,7 +54,7 @@ class OrderJob:
     def answer_weight(self) -> int:
         return self.prompt_weight + (self.order.max_tokens or self.order.default_tokens or 0)
 
-    def body(self, side: LegSide, leg: Leg) -> bytes:
+    def body(self, side: Role, leg: Leg) -> bytes:
         return _dumped(leg_body(side, self.order, leg, self.seed))
 
 
@@ -81,7 +82,7 @@ class PlainJob:
         host, port = self.fields.get("bootstrap_host"), self.fields.get("bootstrap_port")
         return Pin(host, port) if isinstance(host, str) and isinstance(port, int) else None
 
-    def body(self, side: LegSide, leg: Leg) -> bytes:
+    def body(self, side: Role, leg: Leg) -> bytes:
         if side == "hybrid":
             return _dumped(self.fields)
         meet: Json = {

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from pdrt.config import Role
 from pdrt.control.http import Json
 from pdrt.control.schema import (
     IGNORED,
@@ -31,7 +32,6 @@ from pdrt.errors import BadRequest, TooLong
 from pdrt.messages import Sampling
 
 Dialect: TypeAlias = Literal["generate", "completions", "chat"]
-LegSide: TypeAlias = Literal["prefill", "decode", "hybrid"]
 
 PATHS: Final[Mapping[str, Dialect]] = {
     "/generate": "generate",
@@ -233,7 +233,7 @@ _MODELS: Final[Mapping[Dialect, type[Envelope]]] = {
 }
 
 
-def leg_body(side: LegSide, order: Order, leg: Leg, seed: int) -> Json:
+def leg_body(side: Role, order: Order, leg: Leg, seed: int) -> Json:
     """What one leader is sent: the fields of the client's that it needs, and the leg's.
 
     `seed` is used when the client gave none, the same for both legs: they draw alike.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
-PolicyName: TypeAlias = Literal["round_robin", "least_loaded"]
+from pdrt.config import PolicyName
+
 K = TypeVar("K")
 
 

@@ -15,6 +15,7 @@ from typing import Final, Protocol, TypeAlias
 
 import structlog
 
+from pdrt.config import Role
 from pdrt.control import exchange as exchanges
 from pdrt.control.exchange import SHORT_ANSWER, Call, ClientGone
 from pdrt.control.fleet import Choice, Fleet
@@ -45,7 +46,6 @@ from pdrt.control.legs import (
     begin,
     feed,
 )
-from pdrt.control.order import LegSide
 from pdrt.control.schema import Leg
 from pdrt.control.upstream import Answer, Upstream
 from pdrt.errors import DeadlinePassed, PdrtError, PeerLost, TransferFailed, Unavailable
@@ -332,7 +332,7 @@ class Relay:
     def _request_headers(self) -> dict[str, str]:
         return {"x-request-id": self.ticket.request_id, **self.ticket.headers}
 
-    def _call(self, instance: Instance, side: LegSide) -> Call:
+    def _call(self, instance: Instance, side: Role) -> Call:
         body = self.ticket.job.body(side, self._leg())
         return Call(instance, self.ticket.path, body, self._request_headers)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pdrt.messages import Problem, Source
-from pdrt.sched.request import Finish
+from pdrt.messages import Finish, Problem, Source
 
 # Told by the supervisor.
 

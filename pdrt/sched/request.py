@@ -7,12 +7,9 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
 
 from pdrt.errors import BadMessage, BadRequest
-from pdrt.messages import Problem, Sampling, Source, Submit, pack_ids, unpack_ids
-
-Finish = Literal["stop", "length"]
+from pdrt.messages import Finish, Problem, Sampling, Source, Submit, pack_ids, unpack_ids
 
 
 class State(StrEnum):

@@ -178,7 +178,6 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"fingerprint": []}, "fingerprint"),
     ({"rank": {"dp": -1}}, "rank.dp"),
     ({"process": {"host": "h", "pid": 0, "started": 0}}, "process.pid"),
-    ({"transports": "shm"}, "transports"),
     ({"max_prompt_tokens": 0}, "max_prompt_tokens"),
 ]
 
@@ -193,9 +192,7 @@ async def test_a_malformed_registration_gets_400_with_the_field_named(
     assert rig.state.rank_table == {}
 
 
-@pytest.mark.parametrize(
-    "field", [name for name in GOOD if name not in ("protocol_version", "transports")]
-)
+@pytest.mark.parametrize("field", [name for name in GOOD if name != "protocol_version"])
 async def test_a_missing_field_is_named(rig: Rig, field: str) -> None:
     body = {name: value for name, value in GOOD.items() if name != field}
     status, answer = await rig.call("PUT", "register_rank", body)

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from pdrt.control.policy import Load, PolicyName, choose, weight_of
+from pdrt.config import PolicyName
+from pdrt.control.policy import Load, choose, weight_of
 
 
 def _run(policy: PolicyName, loads: dict[str, Load], weights: list[int]) -> list[str]:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrt.config import Role
 from pdrt.control.order import (
     Chat,
     Dialect,
-    LegSide,
     Pin,
     leg_body,
     parse,
@@ -351,7 +351,7 @@ def test_a_client_may_name_its_key_and_a_prefill_instance() -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("side", ["prefill", "decode", "hybrid"])
-def test_a_leg_reads_what_the_router_wrote(dialect: Dialect, side: LegSide) -> None:
+def test_a_leg_reads_what_the_router_wrote(dialect: Dialect, side: Role) -> None:
     order = parse(dialect, body_of(dialect, stream=True, stop="END", temperature=0, timeout_s=3))
     sent = json.loads(json.dumps(leg_body(side, order, LEG, seed=42)))
     fields, leg = split_leg(sent)
