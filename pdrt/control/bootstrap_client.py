@@ -29,11 +29,9 @@ FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
 MAX_ANSWER_BYTES: Final = 4 << 20
 _FINAL: Final = (BadRequest, Conflict, NotFound, Unauthorized)  # asking again changes nothing
-_ANYTHING: Final[TypeAdapter[object]] = TypeAdapter(object)
 _LEASED: Final = TypeAdapter(Leased)
 _ROUTE: Final = TypeAdapter(Route)
 _HEALTH: Final = TypeAdapter(BootstrapHealth)
-_DP_RANKS: Final = TypeAdapter(dict[int, int])
 _REGISTER: Final = TypeAdapter(RegisterRank)
 
 
@@ -75,18 +73,6 @@ class BootstrapClient:
 
     async def health(self) -> BootstrapHealth:
         return await self._call("GET", "health", _HEALTH)
-
-    async def register_dp_rank(self, room: int, dp_rank: int) -> None:
-        body = b'{"bootstrap_room":%d,"dp_rank":%d}' % (room, dp_rank)
-        await self._call("POST", "register_dp_rank", _ANYTHING, body)
-
-    async def dp_rank(self, room: int) -> int:
-        """The dp rank that computes `room`. Raises Unavailable when it is not known there."""
-        body = b'{"bootstrap_rooms":[%d]}' % room
-        found = (await self._call("POST", "query_dp_ranks", _DP_RANKS, body)).get(room, -1)
-        if found < 0:
-            raise Unavailable(f"{self.where} does not know which dp rank computes room {room}")
-        return found
 
     async def _call(
         self, method: str, path: str, answer: TypeAdapter[T], body: bytes | None = None

@@ -163,7 +163,7 @@ async def serve(app: web.Application) -> TestServer:
     return server
 
 
-async def test_a_client_speaks_every_endpoint(session: ClientSession) -> None:
+async def test_a_client_speaks_the_servers_endpoints(session: ClientSession) -> None:
     time, callers = FakeTime(), list[str]()
     state = BootstrapState(Sizes(dp=2), epoch=3)
     server = await serve(bootstrap_app(state, KEY, time.clock, callers.append))
@@ -175,10 +175,6 @@ async def test_a_client_speaks_every_endpoint(session: ClientSession) -> None:
     assert (await client.route()).ranks["1,0,0"].rank_port == 5001
     assert (await client.health()).ready
     assert callers == ["me 1"]
-    await client.register_dp_rank(7, 1)
-    assert await client.dp_rank(7) == 1
-    with pytest.raises(Unavailable, match="does not know"):
-        await client.dp_rank(8)
     with pytest.raises(Conflict, match="older"):
         await client.register(registration(dp=0, dp_size=2, epoch=1))
     await server.close()
