@@ -4,7 +4,7 @@
 
 `node` is ready when asked for the second time and ends on SIGTERM, `router` answers /ready a
 little later, `deaf` ignores SIGTERM, `broken` says why it cannot start and exits 3, and any of
-them dies on GET /die.
+them dies on GET /die and changes its mind about being ready on GET /turn.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ LOADING = {"rank": "0,0,0", "state": "loading", "loading": ["weights", 1, 4]}
 
 class Handler(BaseHTTPRequestHandler):
     asked = 0
+    is_well = True
 
     def do_GET(self) -> None:
         if self.path == "/die":
             os._exit(9)
+        if self.path == "/turn":
+            Handler.is_well = not Handler.is_well
         Handler.asked += 1
-        is_ready = Handler.asked > (3 if self.path == "/ready" else 1)
-        state = {"state": "ready", "load": LOAD} if is_ready else {"workers": [LOADING]}
+        is_ready = Handler.is_well and Handler.asked > (3 if self.path == "/ready" else 1)
+        state: dict[str, object] = (
+            {"state": "ready", "load": LOAD} if is_ready else {"workers": [LOADING]}
+        )
+        state["reason"] = "no healthy decode instance"
         body = json.dumps(state).encode()
         self.send_response(200 if is_ready or self.path != "/ready" else 503)
         self.send_header("content-type", "application/json")

@@ -392,12 +392,23 @@ async def test_a_death_later_is_reported_once_and_the_rest_goes_on(rig: Rig) -> 
     rig.behaviours["decode 0"] = "mortal"
     serving = asyncio.create_task(rig.serve(None))
     await until(lambda: "ready: " in rig.said)
-    await kill_by_request(rig.parts[1].url)
+    await tell(rig.parts[1].url, "die")
     await until(lambda: "decode 0 ended with exit status 9" in rig.said)
     os.kill(os.getpid(), signal.SIGINT)
     assert await serving == 1
     assert rig.said.count("decode 0 ended") == 1
     assert rig.nobody_is_left()
+
+
+async def test_that_nothing_can_be_served_any_more_is_said_and_that_it_can_again(rig: Rig) -> None:
+    serving = asyncio.create_task(rig.serve(None))
+    await until(lambda: "ready: " in rig.said)
+    await tell(rig.parts[-1].url, "turn")
+    await until(lambda: "no longer ready: no healthy decode instance" in rig.said)
+    await tell(rig.parts[-1].url, "turn")
+    await until(lambda: "ready again" in rig.said)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await serving == 0
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -407,10 +418,10 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def kill_by_request(url: str) -> None:
+async def tell(url: str, what: str) -> None:
     async with ClientSession() as session:
         with contextlib.suppress(OSError):
-            await session.get(f"{url}/die")
+            await session.get(f"{url}/{what}")
 
 
 def test_children_end_when_it_is_killed(tmp_path: Path) -> None:

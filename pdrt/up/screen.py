@@ -151,4 +151,4 @@ class Screen:
         if self._live is None:
             self._live = Live(console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
-        self._live.update(Text(line, style="dim", overflow="ellipsis", no_wrap=True))
+        self._live.update(Text(line, style="dim"))  # of many nodes it takes several lines

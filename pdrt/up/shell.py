@@ -170,17 +170,30 @@ class Cluster:
     async def _watch(self, asked: Asked) -> None:
         """Show the load and report the dead until asked to stop, or until nobody is left."""
         self._screen.say("Ctrl-C drains and stops", "dim")
+        was_ready = True
         async with self._session() as session:
             while not asked.stop.is_set():
                 self._hear()
                 for child in self.children:
                     if child.exit_status is not None and not child.is_told:
                         self._tell_end(child)
+                was_ready = await self._tell_readiness(session, was_ready)
                 living = [child for child in self.children if child.exit_status is None]
                 if not living:
                     return
                 self._screen.status(status_line(await self._statuses(session, living)))
                 await asked.stop_within(_STATUS_S)
+
+    async def _tell_readiness(self, session: ClientSession, was_ready: bool) -> bool:
+        """Whether requests can be served just now; said when it has changed."""
+        is_ready = await _is_ready(session, self._router.url)
+        if was_ready and not is_ready:
+            told = await _ask(session, f"{self._router.url}/ready")
+            reason = told.get("reason") if isinstance(told, Mapping) else told
+            self._screen.problem(f"no longer ready: {reason}")
+        elif is_ready and not was_ready:
+            self._screen.say("ready again", "bold green")
+        return is_ready
 
     async def _statuses(
         self, session: ClientSession, living: Sequence[Child]
