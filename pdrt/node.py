@@ -20,7 +20,7 @@ from typing import Final
 import setproctitle
 import structlog
 import uvloop
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Histogram
 
 from pdrt import telemetry
 from pdrt.config import DisaggConfig, NodeConfig, Place, Role, bracketed, is_loopback
@@ -44,6 +44,7 @@ from pdrt.messages import FromWorker, Rank
 from pdrt.modelspec import ModelSpec
 from pdrt.spawn import WorkerSpec
 
+_DELAYS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 10)
 _CLOSE_S: Final = 1.0  # for answers that are still open when the node has drained
 
 
@@ -72,7 +73,17 @@ class Node:
         dispatcher = DPDispatcher([Lane(h, side.told) for h in handles], time.monotonic)
         condition = Condition(turned_at=time.monotonic())
         self._parts = Parts(role, side, handles, dispatcher, condition)
-        self._supervisor = Supervisor(self._parts, config.timeouts, own_time, time.time)
+        self._registry = CollectorRegistry()
+        self._registry.register(WorkerFigures(handles))
+        delay = Histogram(
+            "pdrt_loop_delay_seconds",
+            "How late the event loop came round",
+            buckets=_DELAYS,
+            registry=self._registry,
+        )
+        self._supervisor = Supervisor(
+            self._parts, config.timeouts, own_time, time.time, delay.observe
+        )
 
     async def live(self) -> int:
         """The exit status. Raises ConfigError when it cannot even begin."""
@@ -117,8 +128,6 @@ class Node:
         config, parts = self._config, self._parts
         model = config.model.name or Path(config.model.path).name
         shown = Shown(parts, model, self._spec.max_model_len, time.monotonic)
-        registry = CollectorRegistry()
-        registry.register(WorkerFigures(parts.handles))
         return Leader(
             role=parts.role,
             model=model,
@@ -132,7 +141,7 @@ class Node:
                 request_s=config.timeouts.request_s,
             ),
             key=self._key,
-            registry=registry,
+            registry=self._registry,
             status=shown.status,
             why_not_ready=shown.why_not_ready,
             health=shown.health,

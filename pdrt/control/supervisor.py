@@ -7,7 +7,7 @@ moves. It owns the workers: when `run` returns, however it does, none of them is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -35,6 +35,7 @@ from pdrt.errors import Draining, NotFound, Overloaded, PdrtError, PeerLost
 from pdrt.messages import FromWorker, Problem
 
 _TICK_S: Final = 0.05
+_SLICE: Final = 8
 _MAILS: Final = 65536
 _PROOF_S: Final = 1.0  # between self-tests that fail
 
@@ -79,11 +80,17 @@ class Supervisor(Actor[Mail]):
     """`run` it once all addresses are taken; it returns when the node is over."""
 
     def __init__(
-        self, parts: Parts, timeouts: TimeoutsSection, time: Time, wall: Callable[[], float]
+        self,
+        parts: Parts,
+        timeouts: TimeoutsSection,
+        time: Time,
+        wall: Callable[[], float],
+        loop_delay: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         super().__init__(f"node {parts.role}", _MAILS)
         self._parts, self._timeouts, self._time, self._wall = parts, timeouts, time, wall
         self._dispatcher, self._condition = parts.dispatcher, parts.condition
+        self._loop_delay = loop_delay
         self._log = structlog.get_logger()
         self._told_loading: dict[int, tuple[str, int]] = {}  # by dp rank
         self._all_ended = asyncio.Event()
@@ -118,30 +125,35 @@ class Supervisor(Actor[Mail]):
     async def on(self, message: Mail) -> None:
         is_draining = self._condition.state is NodeState.DRAINING
         match message:
+            case Said(handle, messages.Outputs(items=items)):
+                await self._deliver(handle, items)
             case Said(handle, said):
                 self._said(handle, said)
             case Tick():
                 self._look()
-            case DrainWanted():
-                self._drain()
-            case Signalled() if is_draining:
+            case Signalled() | GraceOver() if is_draining:
                 self._cut_short()
-            case Signalled():
+            case DrainWanted() | Signalled():
                 self._drain()
             case GraceOver():
-                if is_draining:
-                    self._cut_short()
+                pass
             case TooLate():
                 if not self._condition.has_been_ready:
                     self._give_up(f"not ready after {self._timeouts.startup_s:g} s")
 
+    async def _deliver(self, handle: Handle, items: Sequence[messages.Output]) -> None:
+        """A step's outputs, a few at a time: each wakes a task, and all at once hold the loop."""
+        for begin in range(0, len(items), _SLICE):
+            part = tuple(items[begin : begin + _SLICE])
+            self._dispatcher.deliver(handle.rank.dp, messages.Outputs(items=part))
+            for item in part:
+                if item.finish or item.problem:
+                    self._parts.side.ended(item.room, item.attempt)
+            if begin + _SLICE < len(items):
+                await asyncio.sleep(0)
+
     def _said(self, handle: Handle, said: FromWorker | Lost) -> None:
         match said:
-            case messages.Outputs(items=items):
-                self._dispatcher.deliver(handle.rank.dp, said)
-                for item in items:
-                    if item.finish or item.problem:
-                        self._parts.side.ended(item.room, item.attempt)
             case messages.AskPrefill():
                 self._start(self._prefill_again(said))
             case messages.Loading():
@@ -152,7 +164,7 @@ class Supervisor(Actor[Mail]):
                 self._look()
             case Lost():
                 self._lost(handle, said)
-            case messages.Stats() | messages.Fatal():
+            case messages.Stats() | messages.Fatal() | messages.Outputs():
                 pass
 
     def _tell_loading(self, handle: Handle, loading: messages.Loading) -> None:
@@ -248,10 +260,13 @@ class Supervisor(Actor[Mail]):
         self._all_ended.set()
 
     async def _tick(self) -> NoReturn:
+        """The loop turns, and how late it does is how long it keeps everybody waiting."""
         while True:
-            self._condition.turned_at = self._time.clock()
+            now = self._time.clock()
+            self._condition.turned_at = now
             self.tell(Tick())
             await self._time.sleep(_TICK_S)
+            self._loop_delay(self._time.clock() - now - _TICK_S)
 
     async def _after(self, seconds: float, mail: Mail) -> None:
         await self._time.sleep(seconds)

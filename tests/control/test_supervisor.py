@@ -25,6 +25,7 @@ from pdrt.messages import (
     FromWorker,
     Loading,
     Output,
+    Outputs,
     Problem,
     Rank,
     ResumeLocally,
@@ -428,3 +429,30 @@ async def test_a_stalled_loop_shows() -> None:
         assert rig.shown.stalled_s() < 0.1
         rig.time.now += 20
         assert rig.shown.stalled_s() > 10
+
+
+async def test_a_large_step_is_handed_on_in_slices_with_the_loop_free_between() -> None:
+    """SPEC 2: many streams of one step must not hold the event loop as one block."""
+    async with rigged() as rig:
+        await rig.be_ready()
+        rig.workers[0].answers = None
+        streams = [rig.submit(room) for room in range(20)]
+        items = tuple(Output(room=room, tokens=(room,), finish="stop") for room in range(20))
+        rig.heard(rig.workers[0], Outputs(items=items))
+        still_open = []
+        while rig.parts.dispatcher.load().rooms:
+            await asyncio.sleep(0)
+            still_open.append(rig.parts.dispatcher.load().rooms)
+        assert [n for i, n in enumerate(still_open) if n not in still_open[:i]] == [12, 4, 0]
+        said = [[output async for output in stream][-1].tokens for stream in streams]
+        assert said == [(room,) for room in range(20)]
+        assert [room for room, _attempt in rig.side.over] == list(range(20))
+
+
+async def test_the_delay_of_the_loop_is_measured() -> None:
+    delays: list[float] = []
+    async with rigged() as rig:
+        rig.supervisor._loop_delay = delays.append  # noqa: SLF001 - else every rig needs it
+        await rig.time.run_for(0.2)
+    assert len(delays) >= 3
+    assert max(delays) < 0.01
