@@ -144,6 +144,15 @@ class TimeoutsSection(Section):
     quarantine_grace_s: Duration = 30.0
     connect_s: Duration = 2.0
 
+    @model_validator(mode="after")
+    def _answers_come_before_the_next_ping(self) -> Self:
+        if self.heartbeat_timeout_s > self.heartbeat_s:
+            raise ValueError(
+                f"heartbeat_timeout_s = {self.heartbeat_timeout_s:g} is longer than heartbeat_s ="
+                f" {self.heartbeat_s:g}: a dead peer would be found out too late"
+            )
+        return self
+
 
 class SecuritySection(Section):
     key_file: str = ""

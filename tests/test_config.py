@@ -75,6 +75,7 @@ WRONG_NODE: list[tuple[str, list[str]]] = [
     ("[model]\npath = 3", ["[model] path = 3", "valid string"]),
     ("[timeouts]\nrequest_s = nan", ["[timeouts] request_s = nan"]),
     ("[timeouts]\nrequest_s = 0", ["[timeouts] request_s = 0"]),
+    ("[timeouts]\nheartbeat_s = 0.2", ["[timeouts]", "heartbeat_timeout_s = 0.45 is longer"]),
     ("[ports]\nprefill = 65536", ["[ports] prefill = 65536", "less than or equal to 65535"]),
     ("[transfer.faults]\ndelay = 2", ["[transfer.faults] delay = 2", "less than or equal to 1"]),
     ("[transfer.faults]\ndealy = 1", ["[transfer.faults] dealy: unknown key", "delay"]),
