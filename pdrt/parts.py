@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from aiohttp import ClientSession
 
 from pdrt import messages
-from pdrt.control.bootstrap_client import BootstrapClient, fetch_route
+from pdrt.control.bootstrap_client import BootstrapClient
 from pdrt.data.limits import Limits as TransferLimits
 from pdrt.data.manager import KVTransferManager
 from pdrt.data.memory import PoolMemory
@@ -30,8 +30,6 @@ from pdrt.sched.effects import (
 from pdrt.sched.limits import Limits
 from pdrt.sched.prefill import PrefillDisaggScheduler
 from pdrt.spawn import WorkerSpec
-
-_ROUTE_S: Final = 5.0  # how long a decode rank asks for a route that is not there yet
 
 TransferEffect: TypeAlias = (
     ExpectHandshakes
@@ -73,8 +71,7 @@ def transfers(
     """The transfer side of a prefill or decode worker; `wake` is called when it has events."""
 
     async def route(source: messages.Source) -> messages.Route:
-        client = bootstrap(spec, session, source.host, source.port)
-        return await fetch_route(client, _ROUTE_S, time.monotonic)
+        return await bootstrap(spec, session, source.host, source.port).route()
 
     return KVTransferManager(
         role="prefill" if spec.role == "prefill" else "decode",

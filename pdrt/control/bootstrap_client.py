@@ -145,13 +145,6 @@ async def keep_trying(
     raise type(last)(f"gave up after {within_s:g} s and {tries} tries: {last}")
 
 
-async def fetch_route(
-    client: BootstrapClient, within_s: float, clock: Clock, sleep: Sleep = asyncio.sleep
-) -> Route:
-    """The route, as soon as every rank of the instance is registered. Raises PdrtError."""
-    return await keep_trying(client.route, within_s, clock, sleep)
-
-
 async def keep_registered(
     registrar: Registrar,
     said: RegisterRank,

@@ -13,7 +13,6 @@ from aiohttp.test_utils import TestServer, unused_port
 from pdrt.control.bootstrap import BootstrapState, Sizes, bootstrap_app
 from pdrt.control.bootstrap_client import (
     BootstrapClient,
-    fetch_route,
     keep_registered,
     keep_trying,
     pauses,
@@ -270,11 +269,11 @@ async def test_a_route_is_waited_for(session: ClientSession) -> None:
         if len(naps) == 3:
             state.register(registration(), time.now)
 
-    assert (await fetch_route(client, 30, time.clock, nap)).ranks
+    assert (await keep_trying(client.route, 30, time.clock, nap)).ranks
     assert naps == [0.1, 0.2, 0.4]
     time.now += 100  # the lease is over
     with pytest.raises(NoPrefill, match=r"gave up after 5 s.*lease lapsed"):
-        await fetch_route(client, 5, time.clock, nap)
+        await keep_trying(client.route, 5, time.clock, nap)
     await server.close()
 
 

@@ -16,6 +16,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from pdrt.config import TimeoutsSection
 from pdrt.data.events import (
     PromptStarted,
     Quiet,
@@ -29,7 +30,7 @@ from pdrt.data.events import (
 from pdrt.data.process import this_process
 from pdrt.data.transport.faulty import Fault
 from pdrt.data.wire import Wire
-from pdrt.errors import ConfigError, Unauthorized, Unavailable
+from pdrt.errors import ConfigError, NoPrefill, Unauthorized, Unavailable
 from pdrt.keys import ClusterKey
 from pdrt.messages import FROM_DECODE, Ping, Problem, Route, Source, encode
 from tests.data.managers import HASH, KEY, LAYOUT, SOURCE, Side, record, route_to, side
@@ -356,6 +357,20 @@ async def test_a_bootstrap_server_that_comes_up_late_is_asked_again() -> None:
     assert asked == 3
     await d.stop()
     await p.stop()
+
+
+async def test_a_bootstrap_server_that_stays_unready_is_told_with_its_last_answer() -> None:
+    def unready(_source: Source) -> Route:
+        raise NoPrefill("rank 0,0,0 never registered")
+
+    d = side("decode", unready)
+    d.manager.timeouts = TimeoutsSection(connect_s=0.05)
+    await d.start()
+    d.manager.open_receiver(1, 0, SOURCE, time.monotonic() + 60)
+    failed = await d.until(ReceiveFailed, 1)
+    assert "never registered" in failed.problem.message
+    assert failed.problem.is_retryable
+    await d.stop()
 
 
 async def test_a_bootstrap_server_that_refuses_fails_the_attempt_at_once() -> None:
