@@ -21,7 +21,6 @@ from pdrt.sched.effects import Effect, Say
 from pdrt.sched.events import (
     Cancelled,
     Computed,
-    Failed,
     Grown,
     LastToken,
     Order,
@@ -30,7 +29,7 @@ from pdrt.sched.events import (
     TokenOut,
 )
 from pdrt.sched.limits import Limits
-from pdrt.sched.plan import Plan, bad_logits, fit, prefill_budget, steps
+from pdrt.sched.plan import Plan, fit, prefill_budget, steps
 from pdrt.sched.request import Request, State, from_submit
 
 QUEUES: Final = (("waiting_queue", (State.QUEUED,)),)
@@ -52,7 +51,6 @@ class Scheduler:
         self.book = Book(ANSWER, blocks, slots)
         self._eos = frozenset(eos)
         self._max_held = max_held or limits.max_batch_size
-        self._open: Plan | None = None
 
     @property
     def outbox(self) -> deque[Effect]:
@@ -105,7 +103,6 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan:
         """Decide and reserve the next step. An empty batch means: wait for an event or timer."""
-        assert self._open is None, "the last plan was not committed"
         book = self.book
         expired = book.expire(now)
         fitting = fit(book.queues[State.RUNNING].values(), book.blocks.free, self.limits)
@@ -118,25 +115,14 @@ class Scheduler:
         granted = [] if fitting.retract else self._admit(fitting.step)
         runners = [*fitting.step, *(r for r in granted if r.state is State.RUNNING)]
         batch = steps(runners[: self.limits.max_batch_size], self.limits)
-        plan = Plan(batch, len(granted), len(fitting.retract), expired)
-        self._open = plan if batch else None
-        return plan
+        return book.opened(Plan(batch, len(granted), len(fitting.retract), expired))
 
     def commit(self, plan: Plan, drawn: Sequence[Drawn], _now: float) -> None:
         """Apply what the device computed to those that are still there."""
-        assert plan is self._open, "this plan is not the open one"
-        self._open = None
-        book = self.book
-        tokens = {one.key: one for one in drawn}
-        book.counters["prompt_tokens_computed"] += plan.prompt_tokens
-        for step in plan.batch:
-            request = book.requests.get(step.key)
-            if request is None:
-                book.counters["late"] += 1
-            elif step.draw is None:
-                book.move(request, Computed(step.start + len(step.tokens)))
-            elif problem := bad_logits(one := tokens[step.key]):
-                book.move(request, Failed(problem))
+        self.book.counters["prompt_tokens_computed"] += plan.prompt_tokens
+        for request, step, one in self.book.results(plan, drawn):
+            if one is None:
+                self.book.move(request, Computed(step.start + len(step.tokens)))
             else:
                 self.say(request, one.token, one.logprob)
 

@@ -7,10 +7,11 @@ disagree. What comes late, twice or of an old attempt changes nothing and is cou
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdrt.device.batch import Drawn, SeqStep
 from pdrt.errors import Conflict, DeadlinePassed, Draining, Overloaded, tree
 from pdrt.machine import Table
 from pdrt.messages import Problem, Submit
@@ -19,6 +20,7 @@ from pdrt.sched.blocks import BlockPool, Held, Quarantine
 from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
 from pdrt.sched.events import Failed, Granted
 from pdrt.sched.limits import Limits
+from pdrt.sched.plan import Plan, bad_logits
 from pdrt.sched.queues import Line, Timers
 from pdrt.sched.request import Request, State
 
@@ -61,6 +63,7 @@ class Book:
         self.counters: Counter[str] = Counter()
         self.is_draining = False
         self._keys = 0
+        self._open: Plan | None = None
 
     def next_key(self) -> int:
         self._keys += 1
@@ -127,6 +130,29 @@ class Book:
             )
             self.move(request, Failed(lost or late))
         return len(due)
+
+    def opened(self, plan: Plan) -> Plan:
+        """The same plan; when it computes something, it is open until `results` is asked for."""
+        assert self._open is None, "the last plan was not committed"
+        self._open = plan if plan.batch else None
+        return plan
+
+    def results(
+        self, plan: Plan, drawn: Sequence[Drawn]
+    ) -> Iterator[tuple[Request, SeqStep, Drawn | None]]:
+        """What was computed for those that are still there. Damage ends its request here."""
+        assert plan is self._open, "this plan is not the open one"
+        self._open = None
+        tokens = {one.key: one for one in drawn}
+        for step in plan.batch:
+            request = self.requests.get(step.key)
+            one = tokens[step.key] if step.draw is not None else None
+            if request is None:
+                self.counters["late"] += 1
+            elif one is not None and (problem := bad_logits(one)):
+                self.move(request, Failed(problem))
+            else:
+                yield request, step, one
 
     def _file(self, request: Request) -> None:
         state = request.state

@@ -23,13 +23,12 @@ from pdrt.sched.events import (
     Cancelled,
     Computed,
     Delivered,
-    Failed,
     Order,
     Prefilled,
     SendBroken,
 )
 from pdrt.sched.limits import Limits
-from pdrt.sched.plan import Plan, bad_logits, prefill_budget, sendable, steps
+from pdrt.sched.plan import Plan, prefill_budget, sendable, steps
 from pdrt.sched.prefill_life import PREFILL
 from pdrt.sched.request import Request, State, from_submit, prompt_hash
 
@@ -46,7 +45,6 @@ class PrefillDisaggScheduler:
     def __init__(self, limits: Limits, blocks: int) -> None:
         self.limits = replace(limits, reserved_tokens=0)  # a prompt does not grow
         self.book = Book(PREFILL, blocks, 0)
-        self._open: Plan | None = None
 
     @property
     def outbox(self) -> deque[Effect]:
@@ -114,14 +112,11 @@ class PrefillDisaggScheduler:
 
     def plan(self, now: float) -> Plan:
         """Decide and reserve the next step. An empty batch means: wait for an event or timer."""
-        assert self._open is None, "the last plan was not committed"
         expired = self.book.expire(now)
         granted = self._admit()
         runners = list(self.book.queues[State.RUNNING].values())
         batch = steps(runners[: self.limits.max_batch_size], self.limits)
-        plan = Plan(batch, granted, 0, expired)
-        self._open = plan if batch else None
-        return plan
+        return self.book.opened(Plan(batch, granted, 0, expired))
 
     def _admit(self) -> int:
         book = self.book
@@ -136,20 +131,11 @@ class PrefillDisaggScheduler:
 
     def commit(self, plan: Plan, drawn: Sequence[Drawn], _now: float) -> None:
         """Hand over what the device computed for those that are still there."""
-        assert plan is self._open, "this plan is not the open one"
-        self._open = None
-        book = self.book
-        tokens = {one.key: one for one in drawn}
-        for step in plan.batch:
-            book.counters["prompt_tokens_computed"] += len(step.tokens)
-            request = book.requests.get(step.key)
-            if request is None:
-                book.counters["late"] += 1
-            elif step.draw is None:
-                computed = step.start + len(step.tokens)
-                ready = sendable(computed, request.sent, self.limits)
-                book.move(request, Computed(computed, ready))
-            elif problem := bad_logits(one := tokens[step.key]):
-                book.move(request, Failed(problem))
+        computed = sum(len(step.tokens) for step in plan.batch)
+        self.book.counters["prompt_tokens_computed"] += computed
+        for request, step, one in self.book.results(plan, drawn):
+            if one is None:
+                end = step.start + len(step.tokens)
+                self.book.move(request, Computed(end, sendable(end, request.sent, self.limits)))
             else:
-                book.move(request, Prefilled(one.token, one.logprob))
+                self.book.move(request, Prefilled(one.token, one.logprob))
