@@ -10,6 +10,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from pdrt.control import openai
 from pdrt.control.http import (
+    PATH_HEADER,
     add_request_id,
     check_bearer,
     error_middleware,
@@ -129,4 +130,4 @@ def _check_client(request: web.Request, leader: Leader) -> None:
 
 async def _add_path(request: web.Request, response: web.StreamResponse) -> None:
     if path := request.get(PD_PATH):
-        response.headers["x-pd-path"] = path
+        response.headers[PATH_HEADER] = path

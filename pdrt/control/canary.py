@@ -34,18 +34,16 @@ _BODY: Final = {
 log = structlog.get_logger(__name__)
 
 
-class Listener:
-    """A client that only counts what it gets."""
+class NoReader:
+    """A client that wants to know nothing but how it ends."""
 
-    def __init__(self) -> None:
-        self.received = 0
-        self.error: PdrtError | None = None
+    error: PdrtError | None = None
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         pass
 
     async def write(self, chunk: bytes) -> None:
-        self.received += len(chunk)
+        pass
 
     async def finish(self) -> None:
         pass
@@ -75,12 +73,12 @@ async def _try_until_passed(tools: Tools, pair: Pair, retry_s: float) -> None:
         feed(pair, event)
         tools.fleet.told()
         if not isinstance(event, CanaryPassed):
-            await tools.timing.pause(retry_s)
+            await tools.clocks.pause(retry_s)
     tools.fleet.news.set()  # it may have become due again since the last look
 
 
 async def _try_once(tools: Tools, pair: Pair) -> PairEvent:
-    clock = tools.timing.clock
+    clock = tools.clocks.clock
     started = clock()
     ticket = Ticket(
         request_id=f"canary-{tools.mint_room():016x}",
@@ -92,10 +90,10 @@ async def _try_once(tools: Tools, pair: Pair) -> PairEvent:
     )
     rank = pair.prefill.choose_rank("round_robin") if pair.prefill else 0
     tools.fleet.turn += 1
-    listener = Listener()
+    reader = NoReader()
     choice = Choice(pair.prefill, pair.decode, rank)
-    failure = await Relay(ticket, choice, tools, listener).run()
-    error = failure.error if failure else listener.error
+    failure = await Relay(ticket, choice, tools, reader).run()
+    error = failure.error if failure else reader.error
     return _verdict(pair, error, clock() - started)
 
 

@@ -23,6 +23,7 @@ from pdrt.control.claims import claimed
 from pdrt.control.client import HttpClient
 from pdrt.control.fleet import Fleet
 from pdrt.control.http import (
+    PATH_HEADER,
     REQUEST_ID,
     Json,
     check_bearer,
@@ -34,7 +35,7 @@ from pdrt.control.http import (
 )
 from pdrt.control.job import Job, OrderJob, PlainJob
 from pdrt.control.legs import Failure
-from pdrt.control.relay import PATH_HEADER, Relay, Ticket, Timing, Tools
+from pdrt.control.relay import Clocks, Relay, Ticket, Tools
 from pdrt.control.routermetrics import RouterMetrics
 from pdrt.control.upstream import Upstream, open_session
 from pdrt.errors import Draining, NotFound, Overloaded, PdrtError, Unauthorized
@@ -63,7 +64,7 @@ class Router:
 
     config: RouterConfig
     key: ClusterKey | None  # None: plain backends
-    timing: Timing
+    clocks: Clocks
     mint_room: Callable[[], int]
     fleet: Fleet
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
@@ -89,7 +90,7 @@ class Router:
                 upstream=Upstream(session, bearer),
                 key=self.key,
                 mint_room=self.mint_room,
-                timing=self.timing,
+                clocks=self.clocks,
                 rebind_grace_s=timeouts.rebind_grace_s,
             )
             self.fleet.told = self._tell
@@ -139,7 +140,7 @@ class Router:
     # One request.
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        started = self.timing.clock()
+        started = self.clocks.clock()
         try:
             with self._admission():
                 body = await read_json(request, self.config.security.max_body_bytes)
@@ -204,7 +205,7 @@ class Router:
             self.idle.set()
 
     def _account(self, relay: Relay, started: float) -> None:
-        now = self.timing.clock()
+        now = self.clocks.clock()
         self.metrics.duration.observe(now - started)
         if relay.first_byte_at is not None:
             self.metrics.first_byte.observe(relay.first_byte_at - started)

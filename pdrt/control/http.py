@@ -40,6 +40,7 @@ Json: TypeAlias = dict[str, Any]
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 MAX_KEYS: Final = 1024  # of one JSON object
 BODY_S: Final = 30.0  # a stalled upload ends after this
+PATH_HEADER: Final = "x-pd-path"  # which path served a request
 RETRY_AFTER_S: Final = 1
 LAST_WORDS_S: Final = 1.0  # for a reader that has stopped reading
 _HALF_PAIR: Final = re.compile(rb"\\u[dD][89a-fA-F]")

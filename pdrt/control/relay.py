@@ -19,6 +19,7 @@ from pdrt.config import Role
 from pdrt.control import exchange as exchanges
 from pdrt.control.exchange import SHORT_ANSWER, Call, ClientGone
 from pdrt.control.fleet import Choice, Fleet
+from pdrt.control.http import PATH_HEADER
 from pdrt.control.instances import Hold, Instance
 from pdrt.control.job import Job
 from pdrt.control.legs import (
@@ -55,7 +56,6 @@ MAX_TRIES: Final = 3
 TOKEN_SPARE_S: Final = 5.0
 REBIND_EVERY_S: Final = 0.02
 PASSED_ON: Final = ("content-type", "content-length", "cache-control")
-PATH_HEADER: Final = "x-pd-path"
 
 Exchange: TypeAlias = Callable[[], Awaitable[Event]]
 log = structlog.get_logger(__name__)
@@ -84,7 +84,7 @@ def ring_later(delay: float, ring: Callable[[], None]) -> Alarm:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class Clocks:
     """Clocks and waits, so that tests can bring their own."""
 
     clock: Callable[[], float] = time.monotonic
@@ -101,7 +101,7 @@ class Tools:
     upstream: Upstream
     key: ClusterKey | None
     mint_room: Callable[[], int]
-    timing: Timing
+    clocks: Clocks
     rebind_grace_s: float
 
     @property
@@ -151,7 +151,7 @@ class Relay:
 
     async def run(self) -> Failure | None:
         """Serve to the end. The failure returned is one the client has not heard of yet."""
-        alarm = self._tools.timing.alarm(self._time_left(), self._on_deadline)
+        alarm = self._tools.clocks.alarm(self._time_left(), self._on_deadline)
         refused = False
         try:
             async with self._tasks:
@@ -241,7 +241,7 @@ class Relay:
                 case CancelDecode():
                     _cancel(self._decode_tasks)
                 case StartAnswer():
-                    self.first_byte_at = self._tools.timing.clock()
+                    self.first_byte_at = self._tools.clocks.clock()
                     self._go.set()
                 case BreakAnswer(failure) | Refuse(failure):
                     self.failure = failure
@@ -281,7 +281,7 @@ class Relay:
         decode_leg, tools = self.route.decode_leg, self._tools
         body = _rebind_body(self._leg())
         call = Call(self.choice.decode, "/internal/rebind", body, self._request_headers)
-        ask_again = self._ask_again_until(tools.timing.clock() + tools.rebind_grace_s)
+        ask_again = self._ask_again_until(tools.clocks.clock() + tools.rebind_grace_s)
         exchange = partial(exchanges.join, leg, decode_leg, tools.upstream, call, ask_again)
         self._prefill_tasks.append(self._tasks.create_task(self._say(exchange, failed)))
 
@@ -321,8 +321,8 @@ class Relay:
 
     def _ask_again_until(self, until: float) -> Callable[[], Awaitable[bool]]:
         async def ask_again() -> bool:
-            await self._tools.timing.pause(REBIND_EVERY_S)
-            return self._tools.timing.clock() < until
+            await self._tools.clocks.pause(REBIND_EVERY_S)
+            return self._tools.clocks.clock() < until
 
         return ask_again
 
@@ -341,7 +341,7 @@ class Relay:
         host, port = self.choice.prefill.bootstrap if self.choice.prefill else (None, None)
         token = ""
         if self._tools.key is not None:
-            expires = self._tools.timing.wall() + left + TOKEN_SPARE_S
+            expires = self._tools.clocks.wall() + left + TOKEN_SPARE_S
             token = self._tools.key.room_token(room, attempt, expires)
         return Leg(
             bootstrap_room=room,
@@ -363,7 +363,7 @@ class Relay:
         return headers
 
     def _time_left(self) -> float:
-        return max(0.001, self.ticket.deadline - self._tools.timing.clock())
+        return max(0.001, self.ticket.deadline - self._tools.clocks.clock())
 
     def _on_deadline(self) -> None:
         self.call_off(DeadlinePassed("the request's time is over"))

@@ -20,8 +20,8 @@ from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
 from pdrt.control.fleet import Fleet
 from pdrt.control.front import NO_PATH, STAGE, Router
-from pdrt.control.http import add_request_id, error_middleware, listen
-from pdrt.control.relay import PATH_HEADER, Timing
+from pdrt.control.http import PATH_HEADER, add_request_id, error_middleware, listen
+from pdrt.control.relay import Clocks
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
 
@@ -40,7 +40,7 @@ def make_router(
     config: RouterConfig,
     key: ClusterKey | None,
     *,
-    timing: Timing | None = None,
+    clocks: Clocks | None = None,
     mint: Callable[[], int] = mint_room,
 ) -> web.Application:
     """The application. With `policy.canary = false` instances are plain backends: no token.
@@ -53,7 +53,7 @@ def make_router(
             "[security] key_file: the router needs the cluster key of its instances"
             " (or [policy] canary = false in front of plain backends)"
         )
-    router = Router(config, shared, timing or Timing(), mint, Fleet.of(config))
+    router = Router(config, shared, clocks or Clocks(), mint, Fleet.of(config))
     app = web.Application(
         middlewares=[router.count, error_middleware(STAGE), router.check_key],
         client_max_size=config.security.max_body_bytes,

@@ -18,7 +18,7 @@ from pdrt.config import RouterConfig
 from pdrt.control.front import Router
 from pdrt.control.instances import Instance
 from pdrt.control.pairs import Trust
-from pdrt.control.relay import Timing
+from pdrt.control.relay import Clocks
 from pdrt.control.router import ROUTER, make_router
 from pdrt.data.peer import Health
 from pdrt.keys import ClusterKey
@@ -67,8 +67,8 @@ class FakeTime:
             if not alarm.is_off:
                 alarm.ring()
 
-    def timing(self) -> Timing:
-        return Timing(lambda: self.now, lambda: self.now, self.alarm, self.pause)
+    def clocks(self) -> Clocks:
+        return Clocks(lambda: self.now, lambda: self.now, self.alarm, self.pause)
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Rig:
             **self._config,
         }
         config = RouterConfig.model_validate(tables)
-        app = make_router(config, self._key, timing=self.time.timing())
+        app = make_router(config, self._key, clocks=self.time.clocks())
         self.router: Router = app[ROUTER]
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01
