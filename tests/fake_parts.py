@@ -2,8 +2,8 @@
 
     python fake_parts.py BEHAVIOUR HOST PORT
 
-`node` is ready when asked for the second time and ends on SIGTERM, `router` answers /ready a
-little later, `deaf` ignores SIGTERM, `broken` says why it cannot start and exits 3, and any of
+`node` is ready when asked a few times, so that its loading is seen, and ends on SIGTERM;
+`router` is no different; `deaf` ignores SIGTERM, `broken` says why it cannot start and exits 3, and any of
 them dies on GET /die and changes its mind about being ready on GET /turn.
 """
 
@@ -32,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/turn":
             Handler.is_well = not Handler.is_well
         Handler.asked += 1
-        is_ready = Handler.is_well and Handler.asked > (3 if self.path == "/ready" else 1)
+        is_ready = Handler.is_well and Handler.asked > 3
         state: dict[str, object] = (
             {"state": "ready", "load": LOAD} if is_ready else {"workers": [LOADING]}
         )
