@@ -10,6 +10,7 @@ from aiohttp import ClientSession
 
 from pdrt import messages
 from pdrt.control.bootstrap_client import BootstrapClient
+from pdrt.data.commands import TransferCommand
 from pdrt.data.limits import Limits as TransferLimits
 from pdrt.data.manager import KVTransferManager
 from pdrt.data.memory import PoolMemory
@@ -18,28 +19,10 @@ from pdrt.data.transport.choose import open_transport
 from pdrt.device.batch import Runner
 from pdrt.sched.base import Scheduler
 from pdrt.sched.decode import DecodeDisaggScheduler
-from pdrt.sched.effects import (
-    AbortReceiver,
-    AbortSend,
-    AdmitReceiver,
-    ExpectHandshakes,
-    OpenReceiver,
-    SendBlocks,
-    TellStarted,
-)
 from pdrt.sched.limits import Limits
 from pdrt.sched.prefill import PrefillDisaggScheduler
 from pdrt.spawn import WorkerSpec
 
-TransferEffect: TypeAlias = (
-    ExpectHandshakes
-    | TellStarted
-    | SendBlocks
-    | AbortSend
-    | OpenReceiver
-    | AdmitReceiver
-    | AbortReceiver
-)
 AnyScheduler: TypeAlias = Scheduler | PrefillDisaggScheduler | DecodeDisaggScheduler
 
 
@@ -113,29 +96,6 @@ def registration(
     )
 
 
-def transfer(manager: KVTransferManager, effect: TransferEffect) -> None:
+def transfer(manager: KVTransferManager, command: TransferCommand) -> None:
     """Hand one effect of a scheduler to the transfer side."""
-    match effect:
-        case ExpectHandshakes(room, attempt, prompt_tokens, prompt_hash, deadline):
-            manager.expect(room, attempt, prompt_tokens, prompt_hash, deadline)
-        case TellStarted(room, attempt):
-            manager.started(room, attempt)
-        case SendBlocks(room, attempt, blocks, first_block, last):
-            manager.send(room, attempt, blocks, first_block, last)
-        case AbortSend(room, attempt, problem):
-            manager.abort_send(room, attempt, problem)
-        case OpenReceiver(room, attempt, source, deadline):
-            manager.open_receiver(room, attempt, source, deadline)
-        case AdmitReceiver():
-            manager.admit(
-                effect.room,
-                effect.attempt,
-                effect.blocks,
-                effect.first_block,
-                effect.slot,
-                effect.prompt_tokens,
-                effect.prompt_hash,
-                effect.deadline,
-            )
-        case AbortReceiver(room, attempt, reason):
-            manager.abort_receive(room, attempt, reason)
+    manager.do(command)

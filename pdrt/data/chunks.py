@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from pdrt.data.events import SlotRecord
+from pdrt.data.commands import SendBlocks
 from pdrt.data.layout import merged_runs
 from pdrt.data.memory import SLOT_BYTES
 from pdrt.data.metadata import pack_slot
@@ -13,19 +10,12 @@ from pdrt.data.transfer import Target
 from pdrt.data.transport.promise import SlotWrite, Write
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Blocks first_block.. of the prompt, in our blocks `src`; `last` with the last of them."""
-
-    src: Sequence[int]
-    first_block: int
-    last: SlotRecord | None = None
-
-
-def write_of(chunk: Chunk, target: Target, write: int, block_bytes: int, pool_at: int) -> Write:
+def write_of(
+    chunk: SendBlocks, target: Target, write: int, block_bytes: int, pool_at: int
+) -> Write:
     """What of the chunk this decode rank does not have yet. `pool_at` is our pool's offset."""
     skip = max(0, target.first_block - chunk.first_block)
-    src = chunk.src[skip:]
+    src = chunk.blocks[skip:]
     begin = chunk.first_block + skip - target.first_block
     dst = target.blocks[begin : begin + len(src)]
     region = target.region

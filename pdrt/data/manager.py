@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, assert_never
 
@@ -18,13 +18,22 @@ import structlog
 
 from pdrt.config import TimeoutsSection
 from pdrt.data import outward as out
-from pdrt.data.chunks import Chunk
-from pdrt.data.events import SlotRecord, TransferEvent
+from pdrt.data.commands import (
+    AbortReceiver,
+    AbortSend,
+    AdmitReceiver,
+    ExpectHandshakes,
+    OpenReceiver,
+    SendBlocks,
+    TellStarted,
+    TransferCommand,
+)
+from pdrt.data.events import TransferEvent
 from pdrt.data.limits import Limits, Patience
 from pdrt.data.memory import PoolMemory
 from pdrt.data.metadata import MetadataBufferPool
 from pdrt.data.process import DeathWatch, this_process
-from pdrt.data.receivers import Admission, Receivers, Receiving
+from pdrt.data.receivers import Receivers, Receiving
 from pdrt.data.senders import Senders, Sending
 from pdrt.data.transfer import Receiver, Sender
 from pdrt.data.transport.promise import Peer, Transport
@@ -148,62 +157,29 @@ class KVTransferManager:
         self._lives.close()
         self._wire.close()
 
-    # For the scheduler of a prefill rank.
+    # For the scheduler.
 
-    def expect(
-        self, room: int, attempt: int, prompt_tokens: int, prompt_hash: bytes, deadline: float
-    ) -> None:
-        self._sending.expect(Sender(room, attempt, prompt_tokens, prompt_hash, deadline))
-        self._carry_out()
-
-    def started(self, room: int, attempt: int) -> None:
-        self._sending.started((room, attempt))
-        self._carry_out()
-
-    def send(
-        self,
-        room: int,
-        attempt: int,
-        src_blocks: Sequence[int],
-        first_block: int,
-        last: SlotRecord | None,
-    ) -> None:
-        """Blocks first_block.. of the prompt are computed; `last` comes with the final ones."""
-        chunk = Chunk(src_blocks, first_block, last)
-        self._sending.send((room, attempt), chunk, self.clock())
-        self._carry_out()
-
-    def abort_send(self, room: int, attempt: int, problem: Problem) -> None:
-        self._sending.abort((room, attempt), problem)
-        self._carry_out()
-
-    # For the scheduler of a decode rank.
-
-    def open_receiver(self, room: int, attempt: int, source: Source, deadline: float) -> None:
-        where = source.host, source.port
-        self._receiving.open(Receiver(room, attempt, where, source.dp_rank, deadline))
-        self._carry_out()
-
-    def admit(  # noqa: PLR0913 - the scheduler's effect, field by field
-        self,
-        room: int,
-        attempt: int,
-        blocks: Sequence[int],
-        first_block: int,
-        slot: int,
-        prompt_tokens: int,
-        prompt_hash: bytes,
-        deadline: float,
-    ) -> None:
-        admission = Admission(
-            tuple(blocks), first_block, slot, prompt_tokens, prompt_hash, deadline
-        )
-        self._receiving.admit((room, attempt), admission, self.clock(), self.wall())
-        self._is_expecting.set()
-        self._carry_out()
-
-    def abort_receive(self, room: int, attempt: int, reason: str) -> None:
-        self._receiving.abort((room, attempt), reason, self.clock())
+    def do(self, command: TransferCommand) -> None:
+        """What becomes of it is told by events."""
+        match command:
+            case ExpectHandshakes(room, attempt, tokens, prompt_hash, deadline):
+                self._sending.expect(Sender(room, attempt, tokens, prompt_hash, deadline))
+            case TellStarted(room, attempt):
+                self._sending.started((room, attempt))
+            case SendBlocks():
+                self._sending.send(command, self.clock())
+            case AbortSend(room, attempt, problem):
+                self._sending.abort((room, attempt), problem)
+            case OpenReceiver(room, attempt, source, deadline):
+                where = source.host, source.port
+                self._receiving.open(Receiver(room, attempt, where, source.dp_rank, deadline))
+            case AdmitReceiver():
+                self._receiving.admit(command, self.clock(), self.wall())
+                self._is_expecting.set()
+            case AbortReceiver(room, attempt, reason):
+                self._receiving.abort((room, attempt), reason, self.clock())
+            case _:
+                assert_never(command)
         self._carry_out()
 
     def poll_slots(self) -> None:

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from pdrt.data.commands import AdmitReceiver
 from pdrt.data.events import (
     SLOT_COMPLETE,
     PromptStarted,
@@ -85,18 +86,6 @@ class Receiving:
         return self.attach.session
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """Where an attempt's KV shall land."""
-
-    blocks: tuple[int, ...]
-    first_block: int
-    slot: int
-    prompt_tokens: int
-    prompt_hash: bytes
-    deadline: float
-
-
 class Receivers:
     """Feed it messages, routes and the scheduler's wishes; read `outbox` and `events`."""
 
@@ -126,35 +115,36 @@ class Receivers:
         source = Source(host=host, port=port, dp_rank=receiver.dp_rank)
         self.outbox.append(FindRoute(receiver.room, receiver.attempt, source))
 
-    def admit(self, key: Key, admission: Admission, now: float, wall: float) -> None:
+    def admit(self, admitted: AdmitReceiver, now: float, wall: float) -> None:
         """Blocks and slot are reserved: tell the writers."""
+        key = admitted.room, admitted.attempt
         receiver = self.rooms.get(key)
         if receiver is None:  # it has failed; nobody was told the blocks
             self.events.append(Quiet(*key))
             return
         if receiver.state is State.WAITING_FOR_INPUT:
-            self._reserve(receiver, admission, wall + admission.deadline - now)
+            self._reserve(receiver, admitted, wall + admitted.deadline - now)
         self._feed(receiver, Admitted(), now)
 
-    def _reserve(self, receiver: Receiver, admission: Admission, expires: float) -> None:
+    def _reserve(self, receiver: Receiver, admitted: AdmitReceiver, expires: float) -> None:
         room, attempt = receiver.key
-        receiver.deadline = admission.deadline
-        receiver.slot = admission.slot
+        receiver.deadline = admitted.deadline
+        receiver.slot = admitted.slot
         receiver.handshake = Handshake(
             room=room,
             attempt=attempt,
             session=self._me.session,
-            blocks=pack_ids(admission.blocks),
-            first_block=admission.first_block,
-            slot=admission.slot,
-            prompt_tokens=admission.prompt_tokens,
-            prompt_hash=admission.prompt_hash,
+            blocks=pack_ids(admitted.blocks),
+            first_block=admitted.first_block,
+            slot=admitted.slot,
+            prompt_tokens=admitted.prompt_tokens,
+            prompt_hash=admitted.prompt_hash,
             decode_ranks=1,
             expires=expires,
             token=b"",
         )
-        self._slots.watch(admission.slot, room, attempt, admission.prompt_tokens)
-        self._by_slot[admission.slot] = receiver.key
+        self._slots.watch(admitted.slot, room, attempt, admitted.prompt_tokens)
+        self._by_slot[admitted.slot] = receiver.key
         for name in receiver.writers.values():
             self.writers.hold(receiver.key, name)
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from pdrt.data.chunks import Chunk, write_of
+from pdrt.data.chunks import write_of
+from pdrt.data.commands import SendBlocks
 from pdrt.data.early import Early, EarlyHandshakes
 from pdrt.data.events import SendEnded, SenderReady, SendFailed, TransferEvent
 from pdrt.data.handshake import is_genuine
@@ -128,9 +129,9 @@ class Senders:
             for session in self._targets(sender):
                 self._voice.started(session, key)
 
-    def send(self, key: Key, chunk: Chunk, now: float) -> None:
+    def send(self, chunk: SendBlocks, now: float) -> None:
         """A chunk is computed; the one with `last` ends the prompt."""
-        sender = self.rooms.get(key)
+        sender = self.rooms.get((chunk.room, chunk.attempt))
         if sender is None or sender.state in TERMINAL:
             return  # SendEnded has been told, or will be
         self._feed(sender, ChunkGiven())
@@ -397,7 +398,7 @@ class Senders:
             self._open[write.id] = OpenWrite(sender.key, session, write.size, now)
             self.outbox.append(StartWrite(write))
 
-    def _write(self, chunk: Chunk, target: Target) -> Write:
+    def _write(self, chunk: SendBlocks, target: Target) -> Write:
         self._last_write += 1
         me = self._me
         return write_of(chunk, target, self._last_write, me.layout.block_bytes, me.pool_at)

@@ -12,18 +12,10 @@ from typing import Final, TypeAlias
 
 from pdrt import errors
 from pdrt.data import events as transfer
+from pdrt.data.commands import AbortReceiver, AdmitReceiver, OpenReceiver
 from pdrt.machine import Edge, Table
 from pdrt.messages import AskPrefill, Output, Problem
-from pdrt.sched.effects import (
-    AbortReceiver,
-    AdmitReceiver,
-    Booking,
-    Effect,
-    Free,
-    Hold,
-    OpenReceiver,
-    Say,
-)
+from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
 from pdrt.sched.events import (
     AttemptLost,
     AttemptRefused,

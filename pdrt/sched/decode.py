@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Final
 
+from pdrt.data.commands import OpenReceiver
 from pdrt.data.events import (
     SLOT_COMPLETE,
     PromptStarted,
@@ -27,7 +28,7 @@ from pdrt.errors import BadRequest, TransferFailed
 from pdrt.messages import Problem, Submit
 from pdrt.sched.base import Scheduler
 from pdrt.sched.book import SchedStats
-from pdrt.sched.effects import Effect, OpenReceiver
+from pdrt.sched.effects import Effect
 from pdrt.sched.events import (
     AttemptLost,
     AttemptRefused,

@@ -1,4 +1,4 @@
-"""What a scheduler wants done: by its own books (`Free`, `Hold`), else by the worker.
+"""What a scheduler wants done: by its own books (`Free`, `Hold`), by the worker, by the transfers.
 
 The worker carries out its outbox in order; what comes of it returns as events.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pdrt.data.events import SlotRecord
-from pdrt.messages import AskPrefill, Output, Problem, Source
+from pdrt.data.commands import TransferCommand
+from pdrt.messages import AskPrefill, Output
 
 # For the books.
 
@@ -32,73 +32,7 @@ class Hold:
     slot: int | None = None
 
 
-# For the worker, prefill.
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectHandshakes:
-    room: int
-    attempt: int
-    prompt_tokens: int
-    prompt_hash: bytes
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class TellStarted:
-    room: int
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendBlocks:
-    """`blocks` hold the prompt's blocks `first_block`..; `last` goes into the slot after them."""
-
-    room: int
-    attempt: int
-    blocks: tuple[int, ...]
-    first_block: int
-    last: SlotRecord | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AbortSend:
-    room: int
-    attempt: int
-    problem: Problem
-
-
-# For the worker, decode.
-
-
-@dataclass(frozen=True, slots=True)
-class OpenReceiver:
-    room: int
-    attempt: int
-    source: Source
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class AdmitReceiver:
-    room: int
-    attempt: int
-    blocks: tuple[int, ...]
-    first_block: int
-    slot: int
-    prompt_tokens: int
-    prompt_hash: bytes
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class AbortReceiver:
-    room: int
-    attempt: int
-    reason: str
-
-
-# For the worker, every role.
+# For the worker.
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +42,5 @@ class Say:
     output: Output
 
 
-Effect: TypeAlias = (
-    ExpectHandshakes
-    | TellStarted
-    | SendBlocks
-    | AbortSend
-    | OpenReceiver
-    | AdmitReceiver
-    | AbortReceiver
-    | Say
-    | AskPrefill
-)
+Effect: TypeAlias = TransferCommand | Say | AskPrefill
 Booking: TypeAlias = Free | Hold

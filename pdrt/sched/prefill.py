@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from pdrt.data.commands import ExpectHandshakes
 from pdrt.data.events import SendEnded, SenderReady, SendFailed, TransferEvent
 from pdrt.device.batch import Drawn
 from pdrt.errors import TransferFailed
 from pdrt.messages import Problem, Submit
 from pdrt.sched.admission import Space
 from pdrt.sched.book import Book, SchedStats
-from pdrt.sched.effects import Effect, ExpectHandshakes
+from pdrt.sched.effects import Effect
 from pdrt.sched.events import (
     Cancelled,
     Computed,

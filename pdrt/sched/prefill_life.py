@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from pdrt import errors
+from pdrt.data.commands import AbortSend, SendBlocks, TellStarted
 from pdrt.data.events import SLOT_COMPLETE, SenderReady, SendFailed, SlotRecord
 from pdrt.machine import Edge, Table
 from pdrt.messages import Output, Problem
-from pdrt.sched.effects import AbortSend, Booking, Effect, Free, Hold, Say, SendBlocks, TellStarted
+from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
 from pdrt.sched.events import (
     Cancelled,
     Computed,

@@ -11,6 +11,7 @@ import sys
 import time
 
 from pdrt.config import TimeoutsSection
+from pdrt.data.commands import AdmitReceiver, ExpectHandshakes, OpenReceiver, SendBlocks
 from pdrt.data.events import ReceiverReady, SenderReady
 from pdrt.data.process import host_identity, this_process
 from pdrt.data.transport.faulty import Fault
@@ -30,12 +31,12 @@ async def prefill() -> None:
     p = side("prefill", _nobody, timeouts=FAST)
     await p.start()
     me = this_process()
-    p.manager.expect(1, 0, TOKENS, HASH, time.monotonic() + 60)
+    p.manager.do(ExpectHandshakes(1, 0, TOKENS, HASH, time.monotonic() + 60))
     p.faulty.next_writes(None, Fault.STALL)
     say(p.endpoint, me.pid, me.started)
     await p.until(SenderReady, 1)
-    p.manager.send(1, 0, [0, 1], 0, None)
-    p.manager.send(1, 0, [2], 2, record(1, TOKENS))
+    p.manager.do(SendBlocks(1, 0, (0, 1), 0, None))
+    p.manager.do(SendBlocks(1, 0, (2,), 2, record(1, TOKENS)))
     while not p.faulty.held:
         await asyncio.sleep(0)
     say("writing")
@@ -47,9 +48,9 @@ async def decode(endpoint: str, pid: int, started: int) -> None:
     d = side("decode", lambda _source: route_to(endpoint, process), timeouts=FAST)
     await d.start()
     deadline = time.monotonic() + 60
-    d.manager.open_receiver(1, 0, SOURCE, deadline)
+    d.manager.do(OpenReceiver(1, 0, SOURCE, deadline))
     await d.until(ReceiverReady, 1)
-    d.manager.admit(1, 0, [3, 4, 5], 0, 0, TOKENS, HASH, deadline)
+    d.manager.do(AdmitReceiver(1, 0, (3, 4, 5), 0, 0, TOKENS, HASH, deadline))
     say("waiting")
     await asyncio.Event().wait()
 

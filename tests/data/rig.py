@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from pdrt.data import outward as out
-from pdrt.data.chunks import Chunk
+from pdrt.data.commands import AdmitReceiver, SendBlocks
 from pdrt.data.events import (
     SLOT_COMPLETE,
     PromptStarted,
@@ -28,7 +28,7 @@ from pdrt.data.layout import blocks_for
 from pdrt.data.limits import Limits, Patience
 from pdrt.data.memory import SLOT_BYTES
 from pdrt.data.metadata import MetadataBufferPool
-from pdrt.data.receivers import Admission, Receivers, Receiving
+from pdrt.data.receivers import Receivers, Receiving
 from pdrt.data.senders import Senders, Sending
 from pdrt.data.transfer import Key, Receiver, Sender
 from pdrt.data.transport.promise import Ended, Write
@@ -167,12 +167,14 @@ class Rig:
 
     def admit(self, key: Key, tokens: int = 8, first_block: int = 0, deadline: float = 60) -> None:
         blocks, slot = self.books.take(key, blocks_for(tokens, LAYOUT.block_size) - first_block)
-        admission = Admission(tuple(blocks), first_block, slot, tokens, b"h", self.now + deadline)
-        self.d.admit(key, admission, self.now, WALL + self.now)
+        admitted = AdmitReceiver(
+            *key, tuple(blocks), first_block, slot, tokens, b"h", self.now + deadline
+        )
+        self.d.admit(admitted, self.now, WALL + self.now)
         self.settle()
 
     def send(self, key: Key, src: list[int], first_block: int, last: SlotRecord | None) -> None:
-        self.p.send(key, Chunk(src, first_block, last), self.now)
+        self.p.send(SendBlocks(*key, tuple(src), first_block, last), self.now)
         self.settle()
 
     def send_all(self, key: Key, tokens: int = 8) -> None:

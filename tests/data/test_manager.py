@@ -17,6 +17,15 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdrt.config import TimeoutsSection
+from pdrt.data.commands import (
+    AbortReceiver,
+    AbortSend,
+    AdmitReceiver,
+    ExpectHandshakes,
+    OpenReceiver,
+    SendBlocks,
+    TellStarted,
+)
 from pdrt.data.events import (
     PromptStarted,
     Quiet,
@@ -43,14 +52,14 @@ class Pair(NamedTuple):
     async def open(self, room: int, tokens: int = 40) -> None:
         """Up to the point where prefill may compute."""
         deadline = time.monotonic() + 60
-        self.p.manager.expect(room, 0, tokens, HASH, deadline)
-        self.d.manager.open_receiver(room, 0, SOURCE, deadline)
+        self.p.manager.do(ExpectHandshakes(room, 0, tokens, HASH, deadline))
+        self.d.manager.do(OpenReceiver(room, 0, SOURCE, deadline))
         await self.d.until(ReceiverReady, room)
 
     async def shake(self, room: int, blocks: list[int], slot: int = 0, tokens: int = 40) -> None:
         await self.open(room, tokens)
         deadline = time.monotonic() + 60
-        self.d.manager.admit(room, 0, blocks, 0, slot, tokens, HASH, deadline)
+        self.d.manager.do(AdmitReceiver(room, 0, tuple(blocks), 0, slot, tokens, HASH, deadline))
         await self.p.until(SenderReady, room)
 
 
@@ -98,9 +107,9 @@ async def test_blocks_and_first_token_arrive_over_ipv4_and_ipv6(local_ip: str) -
     pair = await new_pair(local_ip)
     data = [fill(pair, block) for block in range(3)]
     await pair.shake(1, [9, 4, 5])
-    pair.p.manager.started(1, 0)
-    pair.p.manager.send(1, 0, [0, 1], 0, None)
-    pair.p.manager.send(1, 0, [2], 2, record(1, 40))
+    pair.p.manager.do(TellStarted(1, 0))
+    pair.p.manager.do(SendBlocks(1, 0, (0, 1), 0, None))
+    pair.p.manager.do(SendBlocks(1, 0, (2,), 2, record(1, 40)))
     received = await pair.d.until(Received, 1)
     assert received.record == record(1, 40)
     assert [landed(pair, block) for block in (9, 4, 5)] == data
@@ -118,7 +127,7 @@ async def test_many_transfers_at_once_all_arrive(pair: Pair) -> None:
     async def one(room: int) -> None:
         blocks = [(3 * room + n) % 64 for n in range(3)]
         await pair.shake(room, blocks, slot=room)
-        pair.p.manager.send(room, 0, [0, 1, 2], 0, record(room, 40))
+        pair.p.manager.do(SendBlocks(room, 0, (0, 1, 2), 0, record(room, 40)))
         await pair.d.until(Received, room)
         await pair.p.until(SendEnded, room)
 
@@ -134,15 +143,15 @@ async def test_a_delayed_write_an_abort_and_the_reuse_of_its_blocks(pair: Pair) 
         fill(pair, block)
     pair.p.faulty.next_writes(Fault.DELAY)
     await pair.shake(1, [0, 1, 2])
-    pair.p.manager.send(1, 0, [0, 1, 2], 0, record(1, 40))
-    pair.d.manager.abort_receive(1, 0, "client_gone")
+    pair.p.manager.do(SendBlocks(1, 0, (0, 1, 2), 0, record(1, 40)))
+    pair.d.manager.do(AbortReceiver(1, 0, "client_gone"))
     await pair.p.until(SendFailed, 1)
     await pair.d.until(Quiet, 1)  # prefill took the held write back, and then said so
     await pair.p.until(SendEnded, 1)
     assert not any(landed(pair, 0))
     data = [fill(pair, block) for block in (7, 8, 9)]
     await pair.shake(2, [0, 1, 2])
-    pair.p.manager.send(2, 0, [7, 8, 9], 0, record(2, 40))
+    pair.p.manager.do(SendBlocks(2, 0, (7, 8, 9), 0, record(2, 40)))
     assert (await pair.d.until(Received, 2)).record.room == 2
     pair.p.faulty.release(1)
     assert [landed(pair, block) for block in range(3)] == data
@@ -152,13 +161,13 @@ async def test_a_lost_completion_does_not_keep_the_answer_from_decode(pair: Pair
     """CASES 10."""
     pair.p.faulty.next_writes(Fault.DROP)
     await pair.shake(1, [0, 1, 2])
-    pair.p.manager.send(1, 0, [0, 1, 2], 0, record(1, 40))
+    pair.p.manager.do(SendBlocks(1, 0, (0, 1, 2), 0, record(1, 40)))
     await pair.d.until(Received, 1)
     assert not pair.p.has(SendEnded, 1)
-    pair.p.manager.abort_send(1, 0, Problem(code="cancelled", message="the leg is closed"))
+    pair.p.manager.do(AbortSend(1, 0, Problem(code="cancelled", message="the leg is closed")))
     await pair.p.until(SendEnded, 1)
     await pair.shake(2, [3, 4, 5])
-    pair.p.manager.send(2, 0, [0, 1, 2], 0, record(2, 40))
+    pair.p.manager.do(SendBlocks(2, 0, (0, 1, 2), 0, record(2, 40)))
     await pair.d.until(Received, 2)
 
 
@@ -166,7 +175,7 @@ async def test_a_lost_completion_does_not_keep_the_answer_from_decode(pair: Pair
 async def test_a_damaged_write_fails_and_may_be_tried_again(pair: Pair, fault: Fault) -> None:
     pair.p.faulty.next_writes(fault)
     await pair.shake(1, [0, 1, 2])
-    pair.p.manager.send(1, 0, [0, 1, 2], 0, record(1, 40))
+    pair.p.manager.do(SendBlocks(1, 0, (0, 1, 2), 0, record(1, 40)))
     failed = await pair.d.until(ReceiveFailed, 1)
     assert (failed.problem.code, failed.problem.is_retryable) == ("transfer_failed", True)
     await pair.d.until(Quiet, 1)
@@ -178,9 +187,9 @@ async def test_doubled_and_reordered_ends_do_no_harm(pair: Pair, fault: Fault) -
     data = [fill(pair, block) for block in range(3)]
     pair.p.faulty.next_writes(fault)
     await pair.shake(1, [0, 1, 2])
-    pair.p.manager.send(1, 0, [0], 0, None)
-    pair.p.manager.send(1, 0, [1], 1, None)
-    pair.p.manager.send(1, 0, [2], 2, record(1, 40))
+    pair.p.manager.do(SendBlocks(1, 0, (0,), 0, None))
+    pair.p.manager.do(SendBlocks(1, 0, (1,), 1, None))
+    pair.p.manager.do(SendBlocks(1, 0, (2,), 2, record(1, 40)))
     await pair.d.until(Received, 1)
     assert [landed(pair, block) for block in range(3)] == data
     await pair.p.until(SendEnded, 1)
@@ -351,7 +360,7 @@ async def test_a_bootstrap_server_that_comes_up_late_is_asked_again() -> None:
     d = side("decode", late)
     await d.start()
     for room in range(5):
-        d.manager.open_receiver(room, 0, SOURCE, time.monotonic() + 60)
+        d.manager.do(OpenReceiver(room, 0, SOURCE, time.monotonic() + 60))
     for room in range(5):
         await d.until(ReceiverReady, room)
     assert asked == 3
@@ -366,7 +375,7 @@ async def test_a_bootstrap_server_that_stays_unready_is_told_with_its_last_answe
     d = side("decode", unready)
     d.manager.timeouts = TimeoutsSection(connect_s=0.05)
     await d.start()
-    d.manager.open_receiver(1, 0, SOURCE, time.monotonic() + 60)
+    d.manager.do(OpenReceiver(1, 0, SOURCE, time.monotonic() + 60))
     failed = await d.until(ReceiveFailed, 1)
     assert "never registered" in failed.problem.message
     assert failed.problem.is_retryable
@@ -379,7 +388,7 @@ async def test_a_bootstrap_server_that_refuses_fails_the_attempt_at_once() -> No
 
     d = side("decode", refuse)
     await d.start()
-    d.manager.open_receiver(1, 0, SOURCE, time.monotonic() + 60)
+    d.manager.do(OpenReceiver(1, 0, SOURCE, time.monotonic() + 60))
     failed = await d.until(ReceiveFailed, 1)
     assert (failed.problem.code, failed.problem.stage) == ("unauthorized", "bootstrap")
     assert not failed.problem.is_retryable

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from pdrt.data.commands import AdmitReceiver, ExpectHandshakes, OpenReceiver, SendBlocks
 from pdrt.data.events import (
     Quiet,
     ReceiveFailed,
@@ -60,9 +61,9 @@ async def reader_of(writer: Child) -> Side:
     d = side("decode", lambda _source: route_to(endpoint, process), timeouts=FAST)
     await d.start()
     deadline = time.monotonic() + 60
-    d.manager.open_receiver(1, 0, SOURCE, deadline)
+    d.manager.do(OpenReceiver(1, 0, SOURCE, deadline))
     await d.until(ReceiverReady, 1)
-    d.manager.admit(1, 0, [3, 4, 5], 0, 0, TOKENS, HASH, deadline)
+    d.manager.do(AdmitReceiver(1, 0, (3, 4, 5), 0, 0, TOKENS, HASH, deadline))
     assert await line(writer) == "writing"
     return d
 
@@ -109,12 +110,12 @@ async def test_a_killed_decode_process_ends_the_sends_to_it() -> None:
     p = side("prefill", lambda _source: pytest.fail("prefill asks nobody"), timeouts=FAST)
     await p.start()
     me = this_process()
-    p.manager.expect(1, 0, TOKENS, HASH, time.monotonic() + 60)
+    p.manager.do(ExpectHandshakes(1, 0, TOKENS, HASH, time.monotonic() + 60))
     child = await spawn("decode", p.endpoint, str(me.pid), str(me.started))
     assert await line(child) == "waiting"
     await p.until(SenderReady, 1)
     p.faulty.next_writes(Fault.STALL)
-    p.manager.send(1, 0, [0, 1, 2], 0, record(1, TOKENS))
+    p.manager.do(SendBlocks(1, 0, (0, 1, 2), 0, record(1, TOKENS)))
     await kill(child)
     failed = await p.until(SendFailed, 1)
     await p.until(SendEnded, 1)

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pdrt.data.commands import (
+    AbortReceiver,
+    AbortSend,
+    AdmitReceiver,
+    ExpectHandshakes,
+    OpenReceiver,
+    SendBlocks,
+    TellStarted,
+)
 from pdrt.data.events import (
     PromptStarted,
     Quiet,
@@ -17,17 +26,7 @@ from pdrt.data.events import (
 from pdrt.errors import PdrtError
 from pdrt.messages import AskPrefill, Problem, Submit, unpack_ids
 from pdrt.sched.decode import DecodeDisaggScheduler
-from pdrt.sched.effects import (
-    AbortReceiver,
-    AbortSend,
-    AdmitReceiver,
-    Effect,
-    ExpectHandshakes,
-    OpenReceiver,
-    Say,
-    SendBlocks,
-    TellStarted,
-)
+from pdrt.sched.effects import Effect, Say
 from pdrt.sched.events import Cancelled, ResumeLocally
 from pdrt.sched.limits import Limits
 from pdrt.sched.prefill import PrefillDisaggScheduler

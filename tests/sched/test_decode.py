@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from pdrt.data.commands import AbortReceiver, AdmitReceiver, OpenReceiver
 from pdrt.data.events import (
     SLOT_COMPLETE,
     PromptStarted,
@@ -21,7 +22,6 @@ from pdrt.data.events import (
 from pdrt.errors import BadRequest, Conflict, Overloaded, TooLong
 from pdrt.messages import AskPrefill, Problem, pack_ids
 from pdrt.sched.decode import DecodeDisaggScheduler
-from pdrt.sched.effects import AbortReceiver, AdmitReceiver, OpenReceiver
 from pdrt.sched.events import Cancelled, Rebound, ResumeLocally
 from pdrt.sched.limits import Limits
 from pdrt.sched.request import State, prompt_hash

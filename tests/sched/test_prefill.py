@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from pdrt.data.commands import AbortSend, ExpectHandshakes, SendBlocks, TellStarted
 from pdrt.data.events import SLOT_COMPLETE, Quiet, SendEnded, SenderReady, SendFailed, SlotRecord
 from pdrt.device.batch import Drawn, SeqStep
 from pdrt.errors import BadRequest, Conflict, Draining, Overloaded, TooLong
 from pdrt.messages import Problem, pack_ids
-from pdrt.sched.effects import AbortSend, ExpectHandshakes, SendBlocks, TellStarted
 from pdrt.sched.events import Cancelled, Rebound, ResumeLocally
 from pdrt.sched.limits import Limits
 from pdrt.sched.prefill import PrefillDisaggScheduler

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from pdrt.data.commands import AdmitReceiver, ExpectHandshakes, SendBlocks
 from pdrt.data.events import (
     PromptStarted,
     Quiet,
@@ -31,7 +32,6 @@ from pdrt.errors import PdrtError
 from pdrt.messages import AskPrefill, Problem
 from pdrt.sched.base import Scheduler
 from pdrt.sched.decode import DecodeDisaggScheduler
-from pdrt.sched.effects import AdmitReceiver, ExpectHandshakes, SendBlocks
 from pdrt.sched.events import Cancelled, Order, Rebound, ResumeLocally
 from pdrt.sched.limits import Limits
 from pdrt.sched.plan import Plan
