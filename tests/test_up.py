@@ -125,6 +125,9 @@ def test_pools_are_as_large_as_useful_and_together_no_more_than_there_is(
         Wanted(prefill_tp=2),
         Wanted(decode_tp=2),
         Wanted(prefill=150, decode=150),
+        Wanted(kv_memory=60e9),
+        Wanted(kv_memory=0.25, weights=30 * GIB),
+        Wanted(prefill=2, decode=2, kv_memory=0.3),
     ],
 )
 def test_what_cannot_serve_is_refused(wanted: Wanted) -> None:

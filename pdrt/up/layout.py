@@ -107,6 +107,7 @@ def lay_out(
 ) -> list[Part]:
     """The nodes and, last, the router. Ports set to 0 are chosen by `free_port(host)`."""
     wanted.check()
+    _check_memory(wanted, machine)
     nodes = list(_nodes(wanted, ports, key_file, machine, free_port))
     port = ports.router or free_port(ROUTER_HOST)
     router = Part(
@@ -164,6 +165,19 @@ def _node_tables(wanted: Wanted, dp: int, machine: Machine, key_file: Path) -> T
     if wanted.transport:
         tables["transfer"] = {"transport": wanted.transport}
     return tables
+
+
+def _check_memory(wanted: Wanted, machine: Machine) -> None:
+    """Raises ConfigError for pools that the machine would run out of memory over."""
+    asked = wanted.kv_memory
+    pool = asked * machine.memory if asked <= 1 else asked
+    need = wanted.workers * (pool + wanted.weights)
+    if asked and need > machine.memory:
+        raise ConfigError(
+            f"[scheduler] kv_memory = {asked:g}: {wanted.workers} worker(s) would take"
+            f" {need / 1e9:.1f} GB, and this machine has {machine.memory / 1e9:.1f} GB;"
+            " lower it, or start fewer instances"
+        )
 
 
 def _pool_bytes(wanted: Wanted, machine: Machine) -> int:
