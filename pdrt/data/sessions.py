@@ -12,7 +12,7 @@ from pdrt.data.peer import Beat, Died, Health, Miss, feed
 from pdrt.data.pulse import Silence
 from pdrt.data.transfer import Key
 from pdrt.data.transport.promise import Peer
-from pdrt.errors import ConfigError, Overloaded
+from pdrt.errors import ConfigError, Overloaded, PdrtError
 from pdrt.messages import (
     PROTOCOL,
     Attach,
@@ -87,8 +87,10 @@ class Sessions:
                 self._welcome(known)
 
     def _greet_new(self, attach: Attach, now: float) -> None:
-        if problem := self._unfit(attach):
-            self._refuse(attach, problem)
+        try:
+            self._check(attach)
+        except PdrtError as error:
+            self._refuse(attach, Problem.of(error, "attach"))
             return
         silence = Silence(self._patience.every, self._patience.answer, now)
         session = self._by_name[attach.session] = Session(attach, silence)
@@ -138,19 +140,15 @@ class Sessions:
         message = Refused(session=attach.session, problem=problem, process=self._process)
         self._outbox.append(Tell(attach.endpoint, message))
 
-    def _unfit(self, attach: Attach) -> Problem | None:
+    def _check(self, attach: Attach) -> None:
+        """Raises ConfigError for what can never fit, Overloaded when there is no place."""
         if attach.protocol != PROTOCOL:
-            text = f"protocol {attach.protocol} there, {PROTOCOL} here"
-            return Problem(code=ConfigError.code, message=text, stage="attach")
+            raise ConfigError(f"protocol {attach.protocol} there, {PROTOCOL} here")
         if differences := self._layout.differences(attach.layout):
-            text = f"KV layouts differ: {'; '.join(differences)}"
-            return Problem(code=ConfigError.code, message=text, stage="attach")
+            raise ConfigError(f"KV layouts differ: {'; '.join(differences)}")
         region = attach.region
         pool_end = region.pool_at + region.blocks * attach.layout.block_bytes
         if max(pool_end, region.slots_at + region.slots * SLOT_BYTES) > region.size:
-            text = "the described region is larger than its memory"
-            return Problem(code=ConfigError.code, message=text, stage="attach")
+            raise ConfigError("the described region is larger than its memory")
         if len(self._by_name) >= self._limits.peers:
-            text = f"{len(self._by_name)} decode workers are attached, no more are taken"
-            return Problem(code=Overloaded.code, message=text, stage="attach")
-        return None
+            raise Overloaded(f"{len(self._by_name)} decode workers are attached, no more are taken")

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
-from pdrt import errors
 from pdrt.data import events as transfer
 from pdrt.data.commands import AbortReceiver, AdmitReceiver, OpenReceiver
 from pdrt.machine import Edge, Table
-from pdrt.messages import AskPrefill, Output, Problem
+from pdrt.messages import AskPrefill, Output
 from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
 from pdrt.sched.events import (
     AttemptLost,
@@ -155,19 +154,13 @@ def _ask_again(r: Request, _e: Returned) -> Effects:
 # Ends.
 
 
-def _problem(e: Ending) -> Problem:
-    if isinstance(e, Cancelled):
-        return Problem(code=errors.Cancelled.code, message=e.reason)
-    return e.problem
-
-
 def _close(r: Request, e: Ending) -> Effects:
-    return [*_part(r), Say(Output(room=r.room, attempt=r.attempt, problem=_problem(e)))]
+    return [*_part(r), Say(Output(room=r.room, attempt=r.attempt, problem=e.problem))]
 
 
 def _abort(r: Request, e: Ending) -> Effects:
-    problem = _problem(e)
-    return [AbortReceiver(r.room, r.attempt, f"{problem.code}: {problem.message}"), *_close(r, e)]
+    reason = f"{e.problem.code}: {e.problem.message}"
+    return [AbortReceiver(r.room, r.attempt, reason), *_close(r, e)]
 
 
 _PREALLOC: Final = (State.BOOTSTRAPPING, State.WAITING)

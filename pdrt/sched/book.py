@@ -125,9 +125,7 @@ class Book:
             request = self.requests[key]
             lost = request.problem if now < request.deadline else None
             stage = str(request.state)
-            late = Problem(
-                code=DeadlinePassed.code, message=f"it passed while {stage}", stage=stage
-            )
+            late = Problem.of(DeadlinePassed(f"it passed while {stage}"), stage)
             self.move(request, Failed(lost or late))
         return len(due)
 

@@ -148,7 +148,7 @@ class DecodeDisaggScheduler:
         request.is_quiet = True
         told = f"room {request.room} attempt {request.attempt}: the slot vouches for "
         told += f"{record.kv_len} tokens (status {record.status}), not {len(request.tokens)}"
-        self.book.move(request, AttemptRefused(Problem(code=TransferFailed.code, message=told)))
+        self.book.move(request, AttemptRefused(Problem.of(TransferFailed(told))))
 
     def _failed(self, request: Request, event: ReceiveFailed, now: float) -> None:
         if request.is_resuming:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from pdrt import errors
 from pdrt.messages import Finish, Problem, Source
 
 # Told by the supervisor.
@@ -19,6 +20,10 @@ class Cancelled:
 
     room: int
     reason: str
+
+    @property
+    def problem(self) -> Problem:
+        return Problem.of(errors.Cancelled(self.reason))
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,9 +99,7 @@ def bad_logits(drawn: Drawn) -> Problem | None:
     """What is wrong when the device computed what is no number: damage must not become a token."""
     if not math.isnan(drawn.logprob):
         return None
-    return Problem(
-        code=BadLogits.code, message="the device computed what is no number", stage="device"
-    )
+    return Problem.of(BadLogits("the device computed what is no number"), "device")
 
 
 def sendable(computed: int, sent: int, limits: Limits) -> int:

@@ -108,7 +108,7 @@ class PrefillDisaggScheduler:
             self.book.move(request, Delivered())
             return
         early = f"the transfer ended while the prompt was {request.state}"
-        problem = event.problem or Problem(code=TransferFailed.code, message=early)
+        problem = event.problem or Problem.of(TransferFailed(early))
         self.book.move(request, SendBroken(problem))
 
     def plan(self, now: float) -> Plan:

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
-from pdrt import errors
 from pdrt.data.commands import AbortSend, SendBlocks, TellStarted
 from pdrt.data.events import SLOT_COMPLETE, SenderReady, SendFailed, SlotRecord
 from pdrt.machine import Edge, Table
-from pdrt.messages import Output, Problem
+from pdrt.messages import Output
 from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
 from pdrt.sched.events import (
     Cancelled,
@@ -81,7 +80,7 @@ def _broken(r: Request, e: SendBroken) -> Effects:
     return [Free(_let_go(r)), Say(Output(room=r.room, attempt=r.attempt, problem=e.problem))]
 
 
-def _unwanted(r: Request, e: SendFailed) -> Effects:
+def _unwanted(r: Request, e: SendFailed | Cancelled | Failed) -> Effects:
     return [
         Hold(r.room, r.attempt, _let_go(r)),
         Say(Output(room=r.room, attempt=r.attempt, problem=e.problem)),
@@ -89,15 +88,7 @@ def _unwanted(r: Request, e: SendFailed) -> Effects:
 
 
 def _stop(r: Request, e: Cancelled | Failed) -> Effects:
-    if isinstance(e, Cancelled):
-        problem = Problem(code=errors.Cancelled.code, message=e.reason)
-    else:
-        problem = e.problem
-    return [
-        AbortSend(r.room, r.attempt, problem),
-        Hold(r.room, r.attempt, _let_go(r)),
-        Say(Output(room=r.room, attempt=r.attempt, problem=problem)),
-    ]
+    return [AbortSend(r.room, r.attempt, e.problem), *_unwanted(r, e)]
 
 
 _LIVE: Final = (State.BOOTSTRAPPING, State.QUEUED, State.RUNNING, State.INFLIGHT)
