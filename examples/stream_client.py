@@ -33,9 +33,10 @@ async def generate(session: ClientSession, url: str, body: dict[str, Any]) -> As
             yield chunk
 
 
-async def main(prompt: str, url: str, max_tokens: int) -> None:
+async def main(prompt: str, url: str, max_tokens: int, api_key: str) -> None:
     sampling = {"max_tokens": max_tokens, "temperature": 0.7, "top_p": 0.9, "seed": 1}
-    async with ClientSession() as session:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    async with ClientSession(headers=headers) as session:
         async for chunk in generate(session, url, {"prompt": prompt, "sampling_params": sampling}):
             print(chunk["output"], end="", flush=True)
             if chunk.get("finish_reason"):
@@ -47,8 +48,10 @@ if __name__ == "__main__":
     parser.add_argument("prompt", nargs="?", default="Once upon a time")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--api-key", default="", help="if the server wants one")
     options = parser.parse_args()
     try:
-        asyncio.run(main(options.prompt, options.url.rstrip("/"), options.max_tokens))
+        url = options.url.rstrip("/")
+        asyncio.run(main(options.prompt, url, options.max_tokens, options.api_key))
     except ClientError as error:
         sys.exit(f"nobody serves at {options.url}: {error}")
