@@ -19,6 +19,7 @@ from pdrt.data.events import SendEnded, SenderReady, SendFailed, TransferEvent
 from pdrt.data.handshake import is_genuine
 from pdrt.data.layout import blocks_for
 from pdrt.data.limits import Limits, Patience
+from pdrt.data.openwrites import OpenWrite, OpenWrites
 from pdrt.data.outward import AbortWrite, Outward, StartWrite
 from pdrt.data.quarantine import Ledger
 from pdrt.data.sessions import Session, Sessions
@@ -69,14 +70,6 @@ from pdrt.messages import (
 
 
 @dataclass(frozen=True, slots=True)
-class OpenWrite:
-    key: Key
-    session: Session
-    size: int
-    started_at: float
-
-
-@dataclass(frozen=True, slots=True)
 class Sending:
     """What a prefill rank is."""
 
@@ -101,12 +94,11 @@ class Senders:
         self.rooms: dict[Key, Sender] = {}
         self.early = EarlyHandshakes(limits.rooms_per_peer)
         self.writes: Ledger[Key, int] = Ledger()
-        self._open: dict[int, OpenWrite] = {}
+        self._open = OpenWrites(patience)
         self._voice = Voice(me.rank, self.outbox)
         self._outcomes: OrderedDict[Key, Problem | None] = OrderedDict()
         self._max_outcomes = limits.outcomes
         self._last_write = 0
-        self._ticked_at = 0.0
 
     # What the scheduler wants.
 
@@ -158,11 +150,10 @@ class Senders:
         self.sessions.not_attached(session, problem)
 
     def write_ended(self, end: Ended, now: float) -> None:
-        write = self._open.pop(end.id, None)
+        write = self._open.end(end.id, now)
         if write is None:
             self.counters["duplicate_ends"] += 1
             return
-        write.session.moved_at = now
         sender = self.rooms[write.key]
         is_released = self.writes.let_go(sender.key, end.id)
         if end.error is not None:
@@ -299,17 +290,8 @@ class Senders:
         for shake in self.early.expired(now):
             self.counters["early_handshakes_expired"] += 1
             self._decline_early(shake, TransferFailed, "the request never came here")
-        self._excuse_own_sleep(now)
-        for write in list(self._open.values()):
-            if now - max(write.started_at, write.session.moved_at) > self._stall_after(write):
-                self._break(self.rooms[write.key], TransferFailed, "the transport is stalled")
-
-    def _excuse_own_sleep(self, now: float) -> None:
-        """When this process did not run, ends wait to be read: nobody is stalled for that."""
-        if now - self._ticked_at > self._patience.stall / 2:
-            for write in self._open.values():
-                write.session.moved_at = now
-        self._ticked_at = now
+        for write in self._open.stalled(now):
+            self._break(self.rooms[write.key], TransferFailed, "the transport is stalled")
 
     def next_due(self, now: float) -> float:
         """When to tick next, at the latest."""
@@ -326,12 +308,7 @@ class Senders:
 
     def overdue_quarantine(self, now: float) -> int:
         """Of these, how many have a write that was asked to end longer ago than the grace time."""
-        grace = self._patience.grace
-        late = {w.key for w in self._open.values() if now - w.started_at > grace}
-        return sum(self.writes.is_sealed(key) for key in late)
-
-    def _stall_after(self, write: OpenWrite) -> float:
-        return self._patience.stall + write.size / self._patience.stall_rate
+        return sum(self.writes.is_sealed(key) for key in self._open.overdue(now))
 
     def _lose(self, session: Session, cause: str) -> None:
         self.counters["peers_lost"] += 1
@@ -395,7 +372,7 @@ class Senders:
             session = self.sessions.get(write.peer)
             assert session is not None, "its death would have ended the attempt"
             self.writes.hold(sender.key, write.id)
-            self._open[write.id] = OpenWrite(sender.key, session, write.size, now)
+            self._open.begin(write.id, OpenWrite(sender.key, session, write.size, now))
             self.outbox.append(StartWrite(write))
 
     def _write(self, chunk: SendBlocks, target: Target) -> Write:
