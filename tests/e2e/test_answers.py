@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,12 +28,6 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster.start()
     yield cluster
     cluster.stop()
-
-
-@pytest.fixture
-async def cluster(started: Cluster) -> AsyncIterator[Cluster]:
-    async with started.session() as ready:
-        yield ready
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:

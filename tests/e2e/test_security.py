@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,12 +40,6 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster.start()
     yield cluster
     cluster.stop()
-
-
-@pytest.fixture
-async def cluster(started: Cluster) -> AsyncIterator[Cluster]:
-    async with started.session() as ready:
-        yield ready
 
 
 def junk() -> list[bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -27,12 +27,6 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster.start()
     yield cluster
     cluster.stop()
-
-
-@pytest.fixture
-async def cluster(started: Cluster) -> AsyncIterator[Cluster]:
-    async with started.session() as ready:
-        yield ready
 
 
 async def alone(cluster: Cluster, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
