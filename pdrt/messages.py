@@ -8,6 +8,7 @@ of tokens and blocks travel as little-endian int32 `bytes`.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Final, Literal, TypeAlias, TypeVar, cast, dataclass_transform
 
 import msgpack
@@ -99,11 +100,8 @@ class KvLayout:
 
     def differences(self, other: "KvLayout") -> list[str]:
         """Fields in which two layouts disagree, with both values."""
-        names = ("block_size", "dtype", "layers", "kv_heads", "head_dim", "kind")
-        pairs = ((n, getattr(self, n), getattr(other, n)) for n in names)
-        return [
-            f"{name}: {mine} here, {theirs} there" for name, mine, theirs in pairs if mine != theirs
-        ]
+        mine, theirs = asdict(self), asdict(other)
+        return [f"{n}: {mine[n]} here, {theirs[n]} there" for n in mine if mine[n] != theirs[n]]
 
 
 @_wire

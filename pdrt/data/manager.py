@@ -310,9 +310,9 @@ class KVTransferManager:
         try:
             await self.transport.attach(peer)
         except PdrtError as error:
-            self._sending.not_attached(peer.name, Problem.of(error, "attach"))
+            self._sending.sessions.not_attached(peer.name, Problem.of(error, "attach"))
         else:
-            self._sending.attached(peer.name)
+            self._sending.sessions.attached(peer.name)
         self._carry_out()
 
     def _find_route(self, wish: out.FindRoute, group: asyncio.TaskGroup) -> None:

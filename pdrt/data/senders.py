@@ -143,12 +143,6 @@ class Senders:
 
     # What the transport tells.
 
-    def attached(self, session: str) -> None:
-        self.sessions.attached(session)
-
-    def not_attached(self, session: str, problem: Problem) -> None:
-        self.sessions.not_attached(session, problem)
-
     def write_ended(self, end: Ended, now: float) -> None:
         write = self._open.end(end.id, now)
         if write is None:

@@ -217,7 +217,7 @@ class Rig:
 
     def answer_attach(self) -> None:
         if self.is_p_alive:
-            self.p.attached(self.attaching.pop(0))
+            self.p.sessions.attached(self.attaching.pop(0))
         self.settle()
 
     def answer_route(self) -> None:
