@@ -24,12 +24,12 @@ from pdrt.data.events import (
 )
 from pdrt.data.handshake import signed
 from pdrt.data.limits import Limits, Patience
-from pdrt.data.mapping import TargetRankMapping
 from pdrt.data.metadata import MetadataBufferPool
 from pdrt.data.outward import FindRoute, ForgetRoute, Outward, Tell
 from pdrt.data.peer import Health
 from pdrt.data.prefill_peers import PrefillPeer, PrefillPeers
 from pdrt.data.quarantine import Ledger
+from pdrt.data.topology import Topology
 from pdrt.data.transfer import (
     TERMINAL,
     Admitted,
@@ -99,7 +99,7 @@ class Receivers:
         self.peers = PrefillPeers(me.attach, patience, self.outbox, self.counters)
         self.rooms: dict[Key, Receiver] = {}
         self.writers: Ledger[Key, str] = Ledger()
-        self.target_rank_map_table: dict[int, TargetRankMapping] = {}  # by prefill tp
+        self._topology = Topology(me.attach.layout, me.rank, me.decode_tp)
         self._by_slot: dict[int, Key] = {}
         self._done: OrderedDict[Key, None] = OrderedDict()
         self._max_done = limits.outcomes
@@ -164,7 +164,7 @@ class Receivers:
         if receiver is None or receiver.state is not State.BOOTSTRAPPING:
             return
         try:
-            ranks = self._writing(receiver, route)
+            ranks = self._topology.writers(route, receiver.room, receiver.dp_rank)
         except ConfigError as error:
             self._break(receiver, ConfigError, str(error), now)
             return
@@ -177,34 +177,6 @@ class Receivers:
     def unresolved(self, key: Key, problem: Problem, now: float) -> None:
         if receiver := self.rooms.get(key):
             self._feed(receiver, Broke(problem), now)
-
-    def _writing(self, receiver: Receiver, route: Route) -> list[str]:
-        """All ranks that will write, as the route names them. Raises ConfigError."""
-        if differences := self._me.attach.layout.differences(route.fingerprint):
-            raise ConfigError(f"KV layouts differ: {'; '.join(differences)}")
-        if route.attn_cp_size != 1:
-            raise ConfigError(f"prefill cp = {route.attn_cp_size}: this version serves cp = 1")
-        dp_rank = receiver.dp_rank if route.dp_size > 1 else 0
-        if not 0 <= dp_rank < route.dp_size:
-            raise ConfigError(f"prefill dp rank {dp_rank} of {route.dp_size} was named")
-        mapping = self._mapping(route)
-        if mapping.slots != 1:
-            raise ConfigError(
-                f"prefill tp = {route.attn_tp_size}, decode tp = {self._me.decode_tp}:"
-                " this version serves equal tp"
-            )
-        ranks = [str(Rank(dp=dp_rank, tp=tp)) for tp in mapping.writers(receiver.room)]
-        if missing := [rank for rank in ranks if rank not in route.ranks]:
-            raise ConfigError(f"the route does not name prefill ranks {missing}")
-        return ranks
-
-    def _mapping(self, route: Route) -> TargetRankMapping:
-        tp = route.attn_tp_size
-        if tp not in self.target_rank_map_table:
-            latent = self._me.attach.layout.kind == "latent"
-            mapping = TargetRankMapping(tp, self._me.decode_tp, self._me.rank.tp, latent)
-            self.target_rank_map_table[tp] = mapping
-        return self.target_rank_map_table[tp]
 
     # What prefill ranks say.
 
