@@ -97,4 +97,5 @@ class PlainJob:
 
 
 def _dumped(fields: Json) -> bytes:
-    return json.dumps(fields, separators=(",", ":")).encode()
+    """As small as what the client sent: what the router took, no leader's limit refuses."""
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()

@@ -313,3 +313,13 @@ async def test_a_large_body_passes() -> None:
         assert len(body) > 1 << 20
         assert (await r.raw(body)).status == 200
         assert r.prefill[0].seen[0].body["prompt"] == prompt
+
+
+async def test_what_the_router_took_is_no_bigger_for_a_leader() -> None:
+    """Escaped, four bytes of text were twelve, and a leader refused what the router had taken."""
+    async with rig() as r:
+        prompt = "\N{GRINNING FACE}" * 100
+        assert (await r.send(prompt=prompt)).status == 200
+        for leader in (r.prefill[0], r.decode[0]):
+            assert leader.seen[0].body["prompt"] == prompt
+            assert int(leader.seen[0].headers["content-length"]) < 400 + 600

@@ -182,3 +182,13 @@ def test_without_a_key_only_plain_backends_can_be_fronted() -> None:
         make_router(RouterConfig.model_validate(tables), None)
     make_router(RouterConfig.model_validate(tables), KEY)
     make_router(RouterConfig.model_validate({**tables, "policy": {"canary": False}}), None)
+
+
+async def test_an_instance_that_cannot_serve_is_looked_at_now() -> None:
+    """Its worker has died, say: the next beat would come after many more requests."""
+    async with rig() as r:
+        r.decode[0].status["state"] = "loading"
+        r.decode[0].plays.append(status(503, "the worker is gone", "peer_lost"))
+        assert (await r.send()).status == 503
+        await until(lambda: not r.router.fleet.is_ready)
+        assert (await r.get("/ready")).status == 503

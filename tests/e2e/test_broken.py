@@ -1,0 +1,88 @@
+"""What broke a running cluster once, and what was tried in order to break it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from tests.e2e.cluster import Answer, Cluster, Tables
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+SETTINGS: Tables = {
+    "device": {"kind": "null", "step_ms": 10},
+    "scheduler": {"max_prefill_tokens": 64, "kv_memory": 1 << 20},
+}
+PROMPT = [5 * i % 256 for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster.make(tmp_path_factory.mktemp("broken"), 1, 1, 0, SETTINGS)
+    cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+async def cluster(started: Cluster) -> AsyncIterator[Cluster]:
+    async with started.session() as ready:
+        yield ready
+
+
+def answer(cluster: Cluster, tokens: int) -> asyncio.Task[Answer]:
+    return asyncio.create_task(cluster.generate(PROMPT, sampling={"max_tokens": tokens}))
+
+
+async def test_a_body_of_a_million_faults_keeps_nobody_waiting(cluster: Cluster) -> None:
+    """Each fault was explained, for minutes, while the router did nothing else."""
+    for body in (
+        {"prompt": [1, *[""] * 1_000_000]},
+        {"prompt": [""] * 1_000_000},
+        {"prompt": "x", "sampling_params": {str(i): i for i in range(300_000)}},
+    ):
+        data = io.BytesIO(json.dumps(body).encode())
+        begun = time.monotonic()
+        assert cluster.http is not None
+        async with cluster.http.post(f"{cluster.url}/generate", data=data) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["code"] == "bad_request"
+        assert time.monotonic() - begun < 3
+
+
+async def test_a_machine_that_slept_goes_on_where_it_was(cluster: Cluster) -> None:
+    """All processes stop for longer than a silent peer is given, and nobody is taken for dead."""
+    want = (await answer(cluster, 60)).ids
+    pids = [process.running.pid for process in cluster.processes]
+    pids += [await cluster.worker_pid(name) for name in cluster.nodes]
+    pending = [answer(cluster, 60) for _ in range(4)]
+    await asyncio.sleep(0.3)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(2.5)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    for answered in await asyncio.gather(*pending):
+        assert answered.ids == want
+    await cluster.until_baseline()
+
+
+@pytest.mark.parametrize("name", ["router", "decode0", "prefill0"])
+async def test_a_drain_lets_streams_finish_and_ends_well(cluster: Cluster, name: str) -> None:
+    want = (await answer(cluster, 60)).ids
+    assert cluster.router is not None
+    process = cluster.router if name == "router" else cluster.nodes[name]
+    pending = [answer(cluster, 60) for _ in range(4)]
+    await asyncio.sleep(0.4)
+    process.kill(signal.SIGTERM)
+    for answered in await asyncio.gather(*pending):
+        assert answered.ids == want
+    assert await asyncio.to_thread(process.ended) == 0
+    process.start()
+    await cluster.until_ready()
