@@ -31,6 +31,7 @@ from pdrt.config import (
     user_key_file,
 )
 from pdrt.control.instances import base_url
+from pdrt.device.poolsize import host_bytes
 from pdrt.errors import ConfigError, PdrtError
 from pdrt.modelspec import ModelSpec
 
@@ -157,7 +158,7 @@ def _memory(config: NodeConfig, weights: int) -> Iterator[Finding]:
     told = dict(
         line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
     )
-    total, available = (int(told[k].split()[0]) << 10 for k in ("MemTotal", "MemAvailable"))
+    total, available = host_bytes(), int(told["MemAvailable"].split()[0]) << 10
     wanted = config.scheduler.kv_memory
     pool = int(wanted * total) if wanted <= 1 else int(wanted)
     workers = config.parallel.devices_per_node

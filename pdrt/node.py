@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -39,6 +37,7 @@ from pdrt.control.text import TextPool, open_text
 from pdrt.control.worker_handle import Lost, WorkerHandle
 from pdrt.data.peer import Health
 from pdrt.errors import ConfigError, PeerLost, first_of
+from pdrt.folder import PrivateFolder
 from pdrt.keys import ClusterKey
 from pdrt.messages import FromWorker, Rank
 from pdrt.modelspec import ModelSpec
@@ -63,11 +62,11 @@ class Node:
         self._disagg = DisaggConfig.derive(role, config, place)
         self._spec = ModelSpec.read(config.model.path, config.model.max_model_len)
         self._log = structlog.get_logger()
-        self._folder = Path(tempfile.mkdtemp(prefix="pdrt-node-"))  # mode 0700: sockets
+        self._folder = PrivateFolder("pdrt-node-")  # for sockets
         own_time = Time(time.monotonic)
         side = make_side(role, config, self._disagg, key, self._news, time.time_ns())
         handles = [
-            hire(Rank(dp=dp), self._maker(role, dp), self._folder, self._heard, own_time)
+            hire(Rank(dp=dp), self._maker(role, dp), self._folder.path, self._heard, own_time)
             for dp in range(config.parallel.dp)
         ]
         dispatcher = DPDispatcher([Lane(h, side.told) for h in handles], time.monotonic)
@@ -100,7 +99,7 @@ class Node:
             self._log.error("node_failed", exc_info=first_of(group))
             return 1
         finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
         condition = self._parts.condition
         if condition.state is NodeState.FAILED:
             self._log.error("node_failed", reason=condition.reason)

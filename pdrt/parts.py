@@ -10,7 +10,6 @@ from aiohttp import ClientSession
 
 from pdrt import messages
 from pdrt.control.bootstrap_client import BootstrapClient
-from pdrt.data.commands import TransferCommand
 from pdrt.data.limits import Limits as TransferLimits
 from pdrt.data.manager import KVTransferManager
 from pdrt.data.memory import PoolMemory
@@ -94,8 +93,3 @@ def registration(
         max_prompt_tokens=min(max_model_len, memory.blocks * layout.block_size),
         process=this_process(),
     )
-
-
-def transfer(manager: KVTransferManager, command: TransferCommand) -> None:
-    """Hand one effect of a scheduler to the transfer side."""
-    manager.do(command)

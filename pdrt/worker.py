@@ -229,7 +229,7 @@ class Worker:
                     self._link.tell(effect)
                 case _:
                     assert self._manager is not None, "a hybrid scheduler transfers nothing"
-                    parts.transfer(self._manager, effect)
+                    self._manager.do(effect)
         if said:
             self._link.tell(Outputs(items=tuple(said)))
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import io
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
-import tempfile
 import textwrap
 import tomllib
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -28,7 +25,7 @@ from pdrt.config import NodeConfig, PortsSection, RouterConfig, check
 from pdrt.errors import ConfigError, PeerLost, Unavailable
 from pdrt.keys import ClusterKey
 from pdrt.up.layout import Machine, Part, Wanted, child_environment, lay_out
-from pdrt.up.place import check_free, free_port, new_key, private_folder
+from pdrt.up.place import check_free, free_port, new_key
 from pdrt.up.processes import Child
 from pdrt.up.screen import Loaded, Screen, read_loaded, readable, status_line
 from pdrt.up.shell import Asked, Cluster, Patience
@@ -168,42 +165,9 @@ def test_free_ports_are_no_error() -> None:
     check_free(lay_out(Wanted(), FREE, KEY_FILE, machine(), free_port))
 
 
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
-
-
-def test_the_folder_is_private_and_goes_away(temporary: Path) -> None:
-    with private_folder() as folder:
-        new_key(folder / "key")
-        assert folder.parent == temporary
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert stat.S_IMODE((folder / "key").stat().st_mode) == 0o600
-        with private_folder() as other:
-            assert folder.exists()
-            assert other != folder
-    assert list(temporary.iterdir()) == []
-
-
 def test_the_key_in_the_file_is_the_key(tmp_path: Path) -> None:
     key = new_key(tmp_path / "key")
     assert ClusterKey.from_text((tmp_path / "key").read_text()) == key
-
-
-def test_what_a_killed_one_left_is_removed_and_what_lives_is_not(temporary: Path) -> None:
-    left, living, young = (temporary / f"pdrt-up-{name}" for name in ("a", "b", "c"))
-    for folder in (left, living, young):
-        folder.mkdir()
-        (folder / "lock").touch()
-    for folder in (left, living):
-        os.utime(folder, (0, 0))
-    with (living / "lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with private_folder():
-            assert not left.exists()
-            assert living.exists()
-            assert young.exists()
 
 
 # Screen.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdrt.device.batch import Drawn, SeqStep
-from pdrt.errors import Conflict, DeadlinePassed, Draining, Overloaded, tree
+from pdrt.errors import Conflict, DeadlinePassed, Draining, Illegal, Overloaded, tree
 from pdrt.machine import Table
 from pdrt.messages import Problem, Submit
 from pdrt.sched.admission import Space, admit
@@ -95,7 +95,11 @@ class Book:
     def move(self, request: Request, event: object) -> None:
         """The only way a request changes. Raises Illegal for what cannot happen."""
         before = request.state
-        after, effects = self._table.step(before, request, event)
+        try:
+            after, effects = self._table.step(before, request, event)
+        except Illegal as error:
+            error.add_note(f"room {request.room}: {' '.join(request.story)}")
+            raise
         if after is not before:
             self._unfile(request)
             request.state = after

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import secrets
-import shutil
 import socket
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
 from pdrt.up.layout import Part
-
-_PREFIX: Final = "pdrt-up-"
-_YOUNG_S: Final = 10.0
 
 
 def check_free(parts: Sequence[Part]) -> None:
@@ -44,35 +34,6 @@ def free_port(host: str) -> int:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-@contextlib.contextmanager
-def private_folder() -> Iterator[Path]:
-    """A directory for keys, configs and logs that only we can read, removed at the end.
-
-    A lock on it says that we live: what an earlier `pdrt up` left when it was killed is removed.
-    """
-    parent = Path(tempfile.gettempdir())
-    for left in parent.glob(f"{_PREFIX}*"):
-        _remove_if_left(left)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # mode 0700
-    try:
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_if_left(folder: Path) -> None:
-    try:
-        with (folder / "lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            told = folder.stat()
-            if told.st_uid == os.getuid() and time.time() - told.st_mtime > _YOUNG_S:
-                shutil.rmtree(folder, ignore_errors=True)
-    except OSError:
-        return  # in use, or not ours
 
 
 def new_key(file: Path) -> ClusterKey:

@@ -23,13 +23,16 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 from rich.console import Console
 
 from pdrt.config import NodeConfig
+from pdrt.device.poolsize import host_bytes
 from pdrt.errors import PeerLost, Unavailable
+from pdrt.folder import PrivateFolder
 from pdrt.keys import ClusterKey
 from pdrt.up.layout import Machine, Part, Wanted, child_environment, lay_out
-from pdrt.up.place import check_free, free_port, new_key, private_folder
+from pdrt.up.place import check_free, free_port, new_key
 from pdrt.up.processes import Child, command, end
 from pdrt.up.screen import Screen, read_loaded, readable, status_line
 
+_PREFIX: Final = "pdrt-up-"
 _LOOK_S: Final = 0.1
 _STATUS_S: Final = 1.0
 _ASK_S: Final = 2.0
@@ -263,7 +266,8 @@ def up(
 
     With `make_meanwhile` it is used for that, and goes down when that has ended.
     """
-    with private_folder() as folder:
+    with contextlib.closing(PrivateFolder(_PREFIX)) as private:
+        folder = private.path
         key_file = folder / "key"
         key = new_key(key_file)
         parts = lay_out(wanted, defaults.ports, key_file, _this_machine(), free_port)
@@ -278,7 +282,7 @@ def up(
 def _this_machine() -> Machine:
     return Machine(
         cores=len(os.sched_getaffinity(0)),
-        memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        memory=host_bytes(),
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster, Tables
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 BLOCK, CHUNK = 16, 64
 SETTINGS: Tables = {"scheduler": {"max_prefill_tokens": CHUNK, "block_size": BLOCK}}
 LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, int(2.7 * CHUNK)]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster, Tables
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 BLOCK, CHUNK, TOKENS = 8, 32, 12
 LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, int(2.7 * CHUNK)]
 FAMILIES = ["smollm2", "llama", "llama3_rope", "mistral", "qwen2", "qwen3"]

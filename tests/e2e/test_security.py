@@ -19,7 +19,7 @@ import zmq.asyncio
 from pdrt.keys import ClusterKey
 from tests.e2e.cluster import KEY, Cluster
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 
 CRATER = Path(tempfile.gettempdir()) / "pdrt-test-bomb-went-off"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster, Tables
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 SMALL: Tables = {"scheduler": {"max_prefill_tokens": 32, "num_reserved_decode_tokens": 8}}
 BLOCK_BYTES = 8 * 2 * 2 * 2 * 16  # of the null device at block_size 16
 

@@ -9,8 +9,10 @@ from pdrt.errors import Illegal
 from pdrt.messages import Problem, Sampling
 from pdrt.sched import events
 from pdrt.sched.answer_life import ANSWER
+from pdrt.sched.book import Book
 from pdrt.sched.prefill_life import PREFILL
-from pdrt.sched.request import Request, State
+from pdrt.sched.request import Request, State, from_submit
+from tests.sched.fakes import submit
 
 PROBLEM = Problem(code="peer_lost", message="gone")
 
@@ -129,3 +131,13 @@ def test_what_cannot_happen_is_illegal() -> None:
 def test_the_pictures_show_every_edge() -> None:
     for table in (ANSWER, PREFILL):
         assert len(list(table.dot())) == len(table.edges) + 2
+
+
+def test_an_impossible_event_is_told_with_the_story_of_the_request() -> None:
+    book = Book(ANSWER, blocks=4, slots=0)
+    request = from_submit(submit(7, [1, 2]), book.next_key(), (), 0.0)
+    book.enter(request)
+    book.move(request, events.Granted(blocks=(0,)))
+    with pytest.raises(Illegal) as told:
+        book.move(request, events.Delivered())
+    assert "queued--Granted->running" in "".join(told.value.__notes__)
