@@ -9,6 +9,7 @@ from pdrt.control.figures import load_of, worker_health, worker_status
 from pdrt.control.http import Json
 from pdrt.control.lives import NodeState
 from pdrt.control.parts import Parts
+from pdrt.data.peer import Health
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,13 @@ class Shown:
 
     def why_not_ready(self) -> str:
         """What keeps a request from succeeding, or nothing."""
-        condition, reasons = self.parts.condition, list(self.parts.side.missing())
+        condition, side = self.parts.condition, self.parts.side
+        reasons, peers = list(side.missing()), side.peers()
         if condition.state is not NodeState.READY:
             absent = [f"worker {h.rank} is {h.state}" for h in self.parts.handles if not h.ready]
             reasons = [f"the node is {condition.state}", *absent, *reasons]
+        elif peers and all(peer.health is Health.DEAD for peer in peers):
+            reasons += [f"peer {peer.name} is dead: {peer.reason}" for peer in peers]
         elif not reasons and not condition.served_since_fault:
             reasons = ["no request has succeeded since the start or the last fault"]
         return "; ".join(reasons)

@@ -86,3 +86,24 @@ async def test_a_drain_lets_streams_finish_and_ends_well(cluster: Cluster, name:
     assert await asyncio.to_thread(process.ended) == 0
     process.start()
     await cluster.until_ready()
+
+
+async def test_a_node_whose_peers_are_all_dead_lives_but_is_not_ready(cluster: Cluster) -> None:
+    """CASES 23: liveness must not have it killed, readiness must not promise what cannot be."""
+    assert (await answer(cluster, 3)).status == 200
+    prefill, decode = cluster.nodes["prefill0"], cluster.nodes["decode0"]
+    prefill.kill()
+    prefill.ended()
+
+    async def says_why() -> bool:
+        status, body = await cluster.get(f"{decode.url}/ready")
+        return status == 503 and "is dead" in body["reason"]
+
+    async def is_ready() -> bool:
+        return (await cluster.get(f"{decode.url}/ready"))[0] == 200
+
+    await cluster.until(says_why, "decode is not ready", 3)
+    assert (await cluster.get(f"{decode.url}/health"))[0] == 200
+    prefill.start()
+    await cluster.until_ready()
+    await cluster.until(is_ready, "decode is ready again")
