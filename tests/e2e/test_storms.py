@@ -50,16 +50,17 @@ async def test_a_decode_pool_too_small_for_the_load_only_delays(cluster: Cluster
     answers = await asyncio.gather(*(cluster.generate(p, sampling=s) for p, s in asked))
     for (prompt, sampling), answer in zip(asked, answers, strict=True):
         assert answer.ids == await alone(cluster, prompt, sampling)
-    counters = await retractions(cluster)
-    assert counters > 0, "the pool was meant to be too small"
+    assert await counter(cluster, "retractions") > 0, "the pool was meant to be too small"
+    assert await counter(cluster, "prompt_tokens_computed") == 0, "decode runs no prompt tokens"
     await cluster.until_baseline()
 
 
-async def retractions(cluster: Cluster) -> float:
+async def counter(cluster: Cluster, event: str) -> float:
+    """Of the decode worker."""
     assert cluster.http is not None
     async with cluster.http.get(f"{cluster.nodes['decode0'].url}/metrics") as response:
         for line in (await response.text()).splitlines():
-            if line.startswith('pdrt_events_total{event="retractions"'):
+            if line.startswith(f'pdrt_events_total{{event="{event}"'):
                 return float(line.split()[-1])
     return 0.0
 
