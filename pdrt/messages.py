@@ -454,7 +454,7 @@ class AskPrefill:
 
 @_wire
 class Stats:
-    """Sent every second and after changes of state; counters only rise."""
+    """Sent every half second and soon after changes; counters only rise."""
 
     op: Literal["stats"] = "stats"
     running: Number = 0

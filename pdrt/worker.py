@@ -43,7 +43,8 @@ from pdrt.sched.effects import Say
 from pdrt.sched.events import Cancelled, Rebound, ResumeLocally
 from pdrt.spawn import WorkerSpec, read_spec
 
-_STATS_S: Final = 1.0
+_STATS_S: Final = 0.5  # the supervisor takes 1.8 s of silence for the end
+_LOG_S: Final = 1.0
 _STATS_LEAST_S: Final = 0.05
 _CONFESS_S: Final = 1.0
 P = ParamSpec("P")
@@ -247,7 +248,7 @@ class Worker:
             self._link.tell(messages.Loading(stage=stage, done=done, total=total))
 
     async def _report(self) -> NoReturn:
-        """Figures soon after something moved, and every second anyhow."""
+        """Figures soon after something moved, and twice a second anyhow."""
         while True:
             self._news.clear()
             self._link.tell(self._stats())
@@ -260,7 +261,7 @@ class Worker:
         """A status line every so often while there is work."""
         before, every_s = 0, self._spec.config.log.step_every_s
         while True:
-            await asyncio.sleep(every_s or _STATS_S)
+            await asyncio.sleep(every_s or _LOG_S)
             stats = self._stats()
             if stats.running or self._tokens != before:
                 self._log.info(
@@ -268,7 +269,7 @@ class Worker:
                     step_ms=round(stats.step_ms, 2),
                     running=stats.running,
                     **stats.queues,
-                    tokens_per_s=round((self._tokens - before) / (every_s or _STATS_S), 1),
+                    tokens_per_s=round((self._tokens - before) / (every_s or _LOG_S), 1),
                     kv=f"{stats.blocks_used}/{stats.blocks_total}",
                     transfers=stats.counters.get("transfers", 0),
                     retractions=stats.counters.get("retractions", 0),

@@ -1,8 +1,8 @@
 """One device worker seen from its supervisor: started, heard, and started again when it dies.
 
 The promises: the death of a worker is told once, after all it had said, and at once; what was
-told to a worker that is not ready raises PeerLost instead of being lost; after `stop` no process
-is left, whatever its life was at.
+told to a worker that is not ready raises PeerLost instead of being lost; a ready worker that says
+nothing is made to end; after `stop` no process is left, whatever its life was at.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _LONGEST_PAUSE_S: Final = 10.0
 _MAX_DEATHS: Final = 5  # in a row, each before it was ready for _SOUND_S
 _SOUND_S: Final = 30.0
 _STOP_S: Final = 5.0
+_LOOK_S: Final = 0.45
+_SILENT_LOOKS: Final = 4  # a worker tells its figures twice a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class WorkerHandle:
         self._stopping = asyncio.Event()
         self._ready_at: float | None = None
         self._last_words: Problem | None = None  # why this life could not go on
+        self._silent_looks = 0
         self._log = structlog.get_logger().bind(worker=str(rank))
 
     def tell(self, message: ToWorker) -> None:
@@ -174,7 +177,11 @@ class WorkerHandle:
         self._step(Spawned())
         try:
             async with asyncio.TaskGroup() as tasks:
-                talk = [tasks.create_task(link.run()), tasks.create_task(self._listen(link))]
+                talk = [
+                    tasks.create_task(link.run()),
+                    tasks.create_task(self._listen(link)),
+                    tasks.create_task(self._end_silence(process)),
+                ]
                 if not await _ends_before(process.wait(), self._stopping.wait()):
                     await self._end(process, link)
                 for each in talk:
@@ -198,11 +205,27 @@ class WorkerHandle:
         _kill(process)
         await process.wait()
 
+    async def _end_silence(self, process: asyncio.subprocess.Process) -> None:
+        """A stopped or stuck worker does not die by itself, and its requests wait for it.
+
+        Looks are counted, not seconds: when it is we who were stopped, what it said meanwhile
+        is read before the next look.
+        """
+        self._silent_looks = 0
+        while self._silent_looks < _SILENT_LOOKS:
+            await self._time.sleep(_LOOK_S)
+            may_be_silent = self.ready is None or self._stopping.is_set()
+            self._silent_looks = 0 if may_be_silent else self._silent_looks + 1
+        message = f"worker {self.rank} lives but says nothing"
+        self._last_words = Problem(code=PeerLost.code, message=message)
+        _kill(process)
+
     async def _listen(self, link: Link[FromWorker, ToWorker]) -> None:
         async for message in link.listen():
             self._hear(message)
 
     def _hear(self, message: FromWorker) -> None:
+        self._silent_looks = 0
         match message:
             case messages.Ready():
                 self.ready = message

@@ -260,3 +260,26 @@ async def test_what_is_no_message_is_dropped(tmp_path: Path) -> None:
     async with running(tmp_path, "noise ready wait") as rig:
         await rig.until_told(messages.Ready)
         assert [type(each) for each in rig.told] == [messages.Ready]
+
+
+async def test_a_ready_worker_that_says_nothing_is_made_to_end_and_started_again(
+    tmp_path: Path,
+) -> None:
+    """Stopped or stuck, it would keep its requests waiting for ever."""
+    async with running(tmp_path, "ready wait", "ready wait") as rig:
+        await rig.until_told(messages.Ready)
+        await rig.time.run_for(1.7)
+        assert rig.lost == []
+        await rig.time.run_for(0.3)
+        await rig.until_told(Lost)
+        assert rig.lost == [("peer_lost", "worker 1,0,0 lives but says nothing", False)]
+        await rig.time.run_for(0.3)
+        await rig.until_told(messages.Ready, 2)
+
+
+async def test_a_worker_that_loads_may_be_silent(tmp_path: Path) -> None:
+    async with running(tmp_path, "wait") as rig:
+        while rig.handle.pid is None:
+            await asyncio.sleep(0.01)
+        await rig.time.run_for(60)
+        assert rig.lost == []

@@ -107,3 +107,22 @@ async def test_a_node_whose_peers_are_all_dead_lives_but_is_not_ready(cluster: C
     prefill.start()
     await cluster.until_ready()
     await cluster.until(is_ready, "decode is ready again")
+
+
+async def test_a_stopped_decode_worker_is_made_to_end_and_started_again(cluster: Cluster) -> None:
+    """It does not die, it only says nothing more: its requests would wait for their deadline."""
+    want = (await answer(cluster, 60)).ids
+    pending = [answer(cluster, 60) for _ in range(4)]
+    await asyncio.sleep(0.4)
+    os.kill(await cluster.worker_pid("decode0"), signal.SIGSTOP)
+    stopped = time.monotonic()
+    for answered in await asyncio.gather(*pending):
+        assert answered.status == 503 or answered.ids == want
+    assert time.monotonic() - stopped < 2.5
+
+    async def serves() -> bool:
+        answered = await answer(cluster, 60)
+        return answered.status == 200 and answered.ids == want
+
+    await cluster.until(serves, "it serves again", 10)
+    await cluster.until_baseline()
