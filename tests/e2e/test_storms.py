@@ -14,6 +14,7 @@ from tests.e2e.cluster import Cluster, Tables
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 SMALL: Tables = {"scheduler": {"max_prefill_tokens": 32, "num_reserved_decode_tokens": 8}}
+KEPT_OPEN = 40  # connections that are kept for the next request come and go; a leak is hundreds
 BLOCK_BYTES = 8 * 2 * 2 * 2 * 16  # of the null device at block_size 16
 
 
@@ -80,14 +81,16 @@ async def test_random_requests_with_random_aborts_leave_nothing(cluster: Cluster
     before = await held(cluster)
     await burst(cluster, rng, 300)
     await cluster.until_baseline(2.5)
-    await cluster.until(lambda: is_back(cluster, before), "descriptors and memory are back", 4.0)
+    await cluster.until(
+        lambda: is_back(cluster, before), f"they hold what they held: {before}", 4.0
+    )
     assert (await cluster.generate("still there", sampling={"max_tokens": 3})).status == 200
 
 
 async def is_back(cluster: Cluster, before: dict[str, tuple[int, int]]) -> bool:
     now = await held(cluster)
     return all(
-        now[name][0] <= fds + 2 and now[name][1] <= rss * 1.02 + (8 << 20)
+        now[name][0] <= fds + KEPT_OPEN and now[name][1] <= rss * 1.02 + (8 << 20)
         for name, (fds, rss) in before.items()
     )
 
