@@ -90,6 +90,7 @@ class Node:
             async with AsyncExitStack() as stack:
                 self._listen_to_signals(stack)
                 await self._bind(stack)
+                telemetry.settle()
                 async with asyncio.TaskGroup() as tasks:
                     living = [tasks.create_task(each) for each in self._parts.side.actors()]
                     await self._supervisor.run()

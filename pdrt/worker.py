@@ -108,6 +108,7 @@ class Worker:
                 )
                 said = parts.registration(self._spec, memory, endpoint, model.max_model_len)
                 tasks.create_task(self._stay_registered(client, said))
+            telemetry.settle()
             tasks.create_task(self._report())
             tasks.create_task(self._log_steps())
             tasks.create_task(self._steps())

@@ -254,7 +254,8 @@ def begin(room: int, *, alone: bool) -> tuple[Route, Sequence[Effect]]:
 def _open_both(route: Route) -> list[Effect]:
     route.prefill_leg += 1
     route.decode_leg += 1
-    return [OpenPrefill(route.prefill_leg), OpenDecode(route.decode_leg)]
+    # Decode first: prefill computes once decode has named its blocks.
+    return [OpenDecode(route.decode_leg), OpenPrefill(route.prefill_leg)]
 
 
 def _open_alone(route: Route) -> list[Effect]:

@@ -88,6 +88,7 @@ async def serve(config: RouterConfig, say: Callable[[str], None]) -> int:
         url = f"http://{bracketed(config.local_ip)}:{port}"
         log.info("listening", url=url)
         say(f"router listening on {url}")
+        telemetry.settle()
         return await _until_asked(router, config.timeouts.drain_s)
     finally:
         await runner.cleanup()

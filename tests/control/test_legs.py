@@ -114,7 +114,7 @@ def _event(kind: type, route: Route) -> Event:
 
 def test_a_pair_begins_with_both_legs_at_once() -> None:
     route, effects = begin(7, alone=False)
-    assert list(effects) == [OpenPrefill(1), OpenDecode(1)]
+    assert list(effects) == [OpenDecode(1), OpenPrefill(1)]
     assert (route.state, route.room, route.attempt) == (State.OPEN, 7, 0)
 
 
@@ -148,7 +148,7 @@ def test_a_replaced_prefill_raises_the_attempt_and_keeps_the_room() -> None:
 def test_a_replaced_pair_has_a_fresh_room_and_a_higher_attempt() -> None:
     route, _ = begin(7, alone=False)
     effects = feed(route, PairReplaced(8))
-    assert list(effects) == [CancelPrefill(), CancelDecode(), OpenPrefill(2), OpenDecode(2)]
+    assert list(effects) == [CancelPrefill(), CancelDecode(), OpenDecode(2), OpenPrefill(2)]
     assert (route.room, route.attempt) == (8, 65536)
     assert not feed(route, Answered(1))
     assert route.state is State.OPEN

@@ -350,6 +350,10 @@ def test_the_settings_of_a_tokenizer_are_json(tmp_path: Path) -> None:
 # Threads.
 
 
+LONG = "ab" * 500
+IDS = [97, 98] * 500
+
+
 class GatedText(ByteText):
     """Encodes when the test says so, and tells in which thread."""
 
@@ -367,14 +371,14 @@ async def test_encoding_runs_beside_the_loop_and_only_so_many_wait() -> None:
     text = GatedText()
     pool = TextPool(text, threads=1, depth=2)
     try:
-        asked = [asyncio.ensure_future(pool.ids("ab")) for _ in range(2)]
+        asked = [asyncio.ensure_future(pool.ids(LONG)) for _ in range(2)]
         await asyncio.sleep(0)
         assert pool.waiting == 2
         with pytest.raises(Overloaded):
-            await pool.ids("ab")
+            await pool.ids(LONG)
         assert await pool.ids([1, 2]) == [1, 2]  # nothing to encode, nothing to wait for
         text.gate.set()
-        assert await asyncio.gather(*asked) == [[97, 98]] * 2
+        assert await asyncio.gather(*asked) == [IDS] * 2
         assert (pool.waiting, pool.most_waiting) == (0, 2)
         assert all(name.startswith("tokenise") for name in text.threads)
     finally:
@@ -382,17 +386,26 @@ async def test_encoding_runs_beside_the_loop_and_only_so_many_wait() -> None:
         pool.close()
 
 
+async def test_what_is_short_takes_no_thread() -> None:
+    text = GatedText()
+    text.gate.set()
+    pool = TextPool(text, threads=1, depth=0)
+    assert await pool.ids("ab") == [97, 98]
+    assert text.threads == {threading.current_thread().name}
+    pool.close()
+
+
 async def test_who_leaves_the_queue_makes_place() -> None:
     text = GatedText()
     pool = TextPool(text, threads=1, depth=2)
     try:
-        first, second = (asyncio.ensure_future(pool.ids("ab")) for _ in range(2))
+        first, second = (asyncio.ensure_future(pool.ids(LONG)) for _ in range(2))
         await asyncio.sleep(0)
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
         assert pool.waiting == 1
         text.gate.set()
-        assert await first == [97, 98]
+        assert await first == IDS
     finally:
         text.gate.set()
         pool.close()
