@@ -75,7 +75,12 @@ async def measure(
     apart, together = Times("disagg"), Times("local")
     async with ClientSession(timeout=ClientTimeout(total=_TIMEOUT_S)) as session:
         await _settle(session, disagg_url, clock, sleep)
-        for number in track(range(-_WARM_UP, rounds), "measuring", console=Console(stderr=True)):
+        for number in track(
+            range(-_WARM_UP, rounds),
+            "measuring",
+            console=Console(stderr=True),
+            refresh_per_second=1,
+        ):
             for times, url in ((apart, disagg_url), (together, colocated_url)):
                 took = await first_token_ms(session, url, times.path, clock)
                 if number >= 0:

@@ -19,7 +19,7 @@ from tests.data.transports import BLOCKS, LAYOUT, Bench, bench
 SLOT = bytes(range(64))
 
 
-@pytest.fixture(params=["shm", "faulty", "delayed"])
+@pytest.fixture(params=["shm", "at once", "faulty", "delayed"])
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     rig = bench(request.param)
     reader = asyncio.create_task(rig.read())
@@ -182,3 +182,16 @@ async def test_auto_is_shm_and_faults_are_wrapped_around_it() -> None:
     await plain.close()
     await faulty.close()
     memory.close()
+
+
+async def test_a_small_write_to_an_idle_peer_has_landed_when_start_returns() -> None:
+    rig = bench("at once")
+    reader = asyncio.create_task(rig.read())
+    await rig.attach_all()
+    rig.transport.start(rig.write(1, "a", [3], SLOT))
+    assert rig.block("a", 3) == rig.source_block(3)
+    assert bytes(rig.peers["a"].slots_view[:64]) == SLOT
+    assert await rig.ended(1) == [Ended(1)]
+    await rig.transport.close()
+    await reader
+    rig.forget()

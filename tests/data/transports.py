@@ -13,7 +13,7 @@ from pdrt.data.memory import PoolMemory
 from pdrt.data.process import this_process
 from pdrt.data.transport.faulty import FaultyTransport
 from pdrt.data.transport.promise import Ended, Peer, SlotWrite, Transport, Write
-from pdrt.data.transport.shm import ShmTransport
+from pdrt.data.transport.shm import AT_ONCE, ShmTransport
 from pdrt.messages import KvLayout
 
 LAYOUT = KvLayout(block_size=16, dtype="uint8", layers=8, kv_heads=2, head_dim=8)
@@ -77,8 +77,9 @@ def bench(make: str) -> Bench:
     source = PoolMemory(LAYOUT, BLOCKS, 1)
     source.array[:] = np.arange(source.size) % 251 + 1
     peers = {name: PoolMemory(LAYOUT, BLOCKS, 4) for name in ("a", "b")}
-    transport: Transport = ShmTransport(source, threads=2)
-    if make != "shm":
+    at_once = AT_ONCE if make == "at once" else 0  # else all writes go through the threads
+    transport: Transport = ShmTransport(source, threads=2, at_once=at_once)
+    if make in ("faulty", "delayed"):
         chances = FaultSection(delay=0.5, delay_s=0.002) if make == "delayed" else FaultSection()
         transport = FaultyTransport(transport, chances)
     return Bench(transport, source, peers)
