@@ -1,7 +1,9 @@
 """What disaggregation adds to the first token of a short prompt, against the same engine colocated.
 
 Requests alternate between the two, so that whatever else the machine does meets both; medians
-are compared. `pdrt bench first-token` starts prefill, decode, router and a hybrid instance.
+are compared. One token is asked for: on a machine with few cores the step for the next one would
+compete with the first one's way to the client, which is not what is measured here.
+`pdrt bench first-token` starts prefill, decode, router and a hybrid instance.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ async def first_token_ms(
     session: ClientSession, url: str, want: Path_, clock: Callable[[], float]
 ) -> float:
     """One streamed request. Raises Unavailable when it fails or took another path."""
-    sampling = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    sampling = {"max_tokens": 1, "temperature": 0, "ignore_eos": True}
     body = {"prompt": PROMPT, "sampling_params": sampling, "stream": True}
     began = clock()
     async with session.post(f"{url}/generate", json=body) as response:
