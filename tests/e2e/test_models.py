@@ -39,18 +39,22 @@ def write_tokenizer(directory: Path, vocab: int) -> None:
 
 
 def families() -> list[Any]:
-    return [pytest.param(f, marks=[] if f == DEFAULT else [pytest.mark.slow]) for f in FAMILIES]
+    """2P2D for each, and 1P1D for one; the default run has one of them."""
+    slow = [pytest.mark.slow]
+    cases = [pytest.param(f, 2, marks=[] if f == DEFAULT else slow) for f in FAMILIES]
+    return [*cases, pytest.param(DEFAULT, 1, marks=slow)]
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("family", families())
-async def test_greedy_answers_equal_generate_on_every_path(tmp_path: Path, family: str) -> None:
-    """2P2D and hybrid; prompts around block and chunk sizes, then sixteen in flight together."""
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("family", "many"), families())
+async def test_greedy_answers_equal_generate_on_every_path(
+    tmp_path: Path, family: str, many: int
+) -> None:
+    """Prompts around block and chunk sizes, then sixteen in flight together; and hybrid too."""
     from tests.device import tiny
 
     oracle = tiny.make(family, tmp_path / "model")
     write_tokenizer(tmp_path / "model", tiny.VOCAB)
-    many = 2 if family == DEFAULT else 1
     cluster = Cluster.make(tmp_path, many, many, 0, settings(tmp_path / "model"))
     cluster.add_node("hybrid0", "hybrid", settings(tmp_path / "model"))  # asked directly
     cluster.startup_s = 90.0
@@ -77,8 +81,9 @@ async def check(cluster: Cluster, prompt: list[int], wanted: dict[tuple[int, ...
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_the_demo_model_answers_like_generate(tmp_path: Path) -> None:
-    """SmolLM2-135M in float32: text prompts and a chat, 1P1D and hybrid, streamed and whole."""
+@pytest.mark.parametrize("many", [1, 2])
+async def test_the_demo_model_answers_like_generate(tmp_path: Path, many: int) -> None:
+    """SmolLM2-135M in float32: texts and a chat, on nPnD and hybrid, streamed and whole."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -89,7 +94,7 @@ async def test_the_demo_model_answers_like_generate(tmp_path: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     tables = settings(model)
     room = {"scheduler": {"block_size": 16, "max_prefill_tokens": 64, "kv_memory": 64 << 20}}
-    cluster = Cluster.make(tmp_path, 1, 1, 0, tables, room)
+    cluster = Cluster.make(tmp_path, many, many, 0, tables, room)
     cluster.add_node("hybrid0", "hybrid", tables, room)
     cluster.startup_s = 120.0
     text = "The capital of France is Paris. The capital of Japan is Tokyo. 12345 + 678 = "
