@@ -27,7 +27,8 @@ class Server:
     answers: list[list[Any] | tuple[int, Any]]
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
-    whole: int = 0  # answers that were read to their end
+    # One release for each answer that was written to its end, with the client still there.
+    whole: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     wants_key: bool = False
     interrupts: bool = False  # Ctrl-C in the middle of an answer
     url: str = ""
@@ -55,7 +56,7 @@ class Server:
         await response.write(b"data: [DONE]\n\n")
         await asyncio.sleep(0)
         await response.write_eof()
-        self.whole += 1
+        self.whole.release()
         return response
 
 
@@ -187,7 +188,9 @@ def test_what_looks_like_a_command_is_no_question(server: Server) -> None:
 def test_an_answer_is_read_to_its_end_so_that_nobody_seems_to_have_left(server: Server) -> None:
     server.answers = [say("one"), say("two")]
     talk(Manner(url=server.url), "a", "b")
-    assert server.whole == 2
+    # The client has the end in hand before the server's handler has ended: waited for.
+    assert server.whole.acquire(timeout=10)
+    assert server.whole.acquire(timeout=10)
 
 
 def test_ctrl_c_ends_the_answer_and_nothing_else(
