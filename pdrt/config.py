@@ -21,6 +21,8 @@ from pdrt.settings import Section, override, read_toml
 from pdrt.settings import check as check
 
 Role = Literal["prefill", "decode", "hybrid"]
+NetworkName = Literal["tcp", "nixl", "mooncake", "memfabric"]
+TransportName = Literal["shm", NetworkName]
 PolicyName = Literal["round_robin", "least_loaded"]
 Positive = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -122,14 +124,22 @@ class FaultSection(Section):
     truncate: Annotated[float, Field(ge=0, le=1)] = 0.0
     corrupt: Annotated[float, Field(ge=0, le=1)] = 0.0
     stall: Annotated[float, Field(ge=0, le=1)] = 0.0
+    kill: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: int = 0
 
 
 class TransferSection(Section):
-    transport: Literal["auto", "shm"] = "auto"
+    transport: Literal["auto", TransportName] = "auto"
+    network: Annotated[tuple[NetworkName, ...], Field(strict=False)] = ("tcp",)  # auto, best first
     threads: Annotated[int, Field(ge=1, le=64)] = 4
     chunked: bool = True  # blocks leave while the next chunk computes
     slots: Annotated[int, Field(ge=1, le=65536)] = 512
+    writers: Annotated[int, Field(ge=1, le=1024)] = 16  # prefill ranks that write one request
+    checksums: bool = False  # decode checks each block before use; decides for its writers too
+    stripes: Annotated[int, Field(ge=1, le=64)] = 2  # tcp: connections to each peer
+    nic: str = ""  # nixl, mooncake: devices to use, as the engine names them; empty: its choice
+    nixl_backend: Literal["UCX", "LIBFABRIC"] = "UCX"
+    mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
     faults: FaultSection | None = None
 
 

@@ -20,7 +20,7 @@ from pdrt.errors import BadMessage, PdrtError, tree
 
 T = TypeVar("T")
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 MAX_MESSAGE_BYTES: Final = 1 << 24
 # Between ranks: no arrays, small maps, and bulk in one bin only, for an empty list is one byte
 # on the wire and 64 in memory.
@@ -51,6 +51,7 @@ Short = Annotated[str, Field(max_length=512)]
 # Words for people are cut to size, not refused: an error must not fail on its way.
 Words = Annotated[str, BeforeValidator(lambda value: _cut(value, 512))]
 Text = Annotated[str, BeforeValidator(lambda value: _cut(value, 8192))]
+Handle = Annotated[bytes, Field(max_length=65536)]
 Finish: TypeAlias = Literal["stop", "length"]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 
@@ -79,11 +80,12 @@ def unpack_ids(data: bytes) -> list[int]:
 
 @_wire
 class KvLayout:
-    """Shape of one KV block of one rank; both ends of a transfer must agree on it.
+    """Shape of one KV block of one rank; both ends of a transfer must agree on all but `kv_heads`.
 
     A block is one contiguous run of bytes, [kv_heads, layers, 2 (k, v), block_size, head_dim]
     of `dtype`: each kv head's part of a block is contiguous, so that unequal tensor
-    parallelism moves whole runs.
+    parallelism moves whole runs. A latent block (MLA) is [1, layers, 1, block_size, head_dim]
+    and the same on every rank.
     """
 
     block_size: Annotated[int, Field(ge=1, le=4096)]
@@ -92,16 +94,32 @@ class KvLayout:
     kv_heads: Annotated[int, Field(ge=1, le=4096)]
     head_dim: Annotated[int, Field(ge=1, le=65536)]
     kind: Literal["heads", "latent"] = "heads"
+    total_kv_heads: Annotated[int, Field(ge=0, le=4096)] = 0  # the model's; 0: all are here
+
+    @property
+    def model_kv_heads(self) -> int:
+        return self.total_kv_heads or self.kv_heads
+
+    @property
+    def head_bytes(self) -> int:
+        """One kv head's part of a block."""
+        width = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}[self.dtype]
+        parts = 1 if self.kind == "latent" else 2
+        return self.layers * parts * self.block_size * self.head_dim * width
 
     @property
     def block_bytes(self) -> int:
-        width = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}[self.dtype]
-        return self.kv_heads * self.layers * 2 * self.block_size * self.head_dim * width
+        return self.kv_heads * self.head_bytes
 
     def differences(self, other: "KvLayout") -> list[str]:
-        """Fields in which two layouts disagree, with both values."""
+        """What no transfer can bridge, with both values; ranks may hold different heads."""
         mine, theirs = asdict(self), asdict(other)
-        return [f"{n}: {mine[n]} here, {theirs[n]} there" for n in mine if mine[n] != theirs[n]]
+        mine["kv_heads"], theirs["kv_heads"] = self.model_kv_heads, other.model_kv_heads
+        return [
+            f"{n}: {mine[n]} here, {theirs[n]} there"
+            for n in mine
+            if n != "total_kv_heads" and mine[n] != theirs[n]
+        ]
 
 
 @_wire
@@ -175,17 +193,20 @@ class Source:
 class Region:
     """A decode rank's memory, described once per peer and epoch.
 
-    Slots lie at `slots_at`, 64 bytes each; block b at `pool_at + b * layout.block_bytes`.
-    `handle` is what the transport of that name needs to reach it.
+    Slots lie at `slots_at`, 64 bytes each; block b at `pool_at + b * layout.block_bytes`; its
+    checksums (when they are wanted), u32 a kv head, at `sums_at + b * 4 * layout.kv_heads`.
+    `offers` maps each transport that reaches it to what that transport needs for it.
     """
 
-    transport: Short
-    handle: Annotated[bytes, Field(max_length=65536)]
+    offers: Annotated[dict[Short, Handle], Field(max_length=8)]
     size: Count
     slots_at: Count
     slots: Count
     pool_at: Count
     blocks: Count
+    sums_at: Count = 0
+    probe_at: Count = 0  # bytes that anybody attached may write, to try the way
+    probe_bytes: Count = 0
 
 
 # Decode rank -> prefill rank.
@@ -202,11 +223,17 @@ class Attach:
     process: Process
     layout: KvLayout
     region: Region
+    rank: Rank = Rank()
+    tp: Annotated[int, Field(ge=1, le=1024)] = 1  # of the decode instance
+    checksums: bool = False  # it checks each block's, so they must be written
 
 
 @_wire
 class Handshake:
-    """Here are my blocks for (room, attempt): fill them, then the slot."""
+    """Here are my blocks for (room, attempt): fill them, then the slot.
+
+    Without `writes` another rank fills them: this one has nothing to do for the attempt.
+    """
 
     op: Literal["handshake"] = "handshake"
     room: Room
@@ -221,6 +248,7 @@ class Handshake:
     expires: float  # wall clock, seconds
     token: Annotated[bytes, Field(max_length=64)]
     number: Count = 0  # rises in a session: what is late is refused
+    writes: bool = True
 
 
 @_wire
@@ -255,6 +283,8 @@ class Attached:
     session: Short
     rank: Rank
     process: Process
+    transport: Short = ""  # the way that both can go, tried by a real transfer ...
+    gb_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # ... that was so fast
 
 
 @_wire

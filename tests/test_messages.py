@@ -255,7 +255,7 @@ def test_a_frame_that_was_cut_off_is_a_bad_message(sent: tuple[TypeAdapter[Any],
 def test_the_largest_messages_pass() -> None:
     """A handshake for a million tokens and a status of a crowded worker are within the limits."""
     region = messages.Region(
-        transport="shm", handle=b"h" * 65536, size=1, slots_at=0, slots=1, pool_at=0, blocks=1
+        offers={"shm": b"h" * 65536}, size=1, slots_at=0, slots=1, pool_at=0, blocks=1
     )
     attach = messages.Attach(
         session="s",
@@ -315,10 +315,20 @@ def test_every_field_of_a_layout_is_compared() -> None:
         {"kv_heads": 1},
         {"head_dim": 1},
         {"kind": "latent"},
+        {"total_kv_heads": 6},
     ]
     assert {name for change in changes for name in change} == set(KvLayout.__dataclass_fields__)
     for change in changes:
         assert len(layout.differences(replace(layout, **change))) == 1
+
+
+def test_shards_of_one_model_do_not_differ() -> None:
+    one = KvLayout(block_size=16, dtype="float32", layers=2, kv_heads=4, head_dim=8)
+    half = replace(one, kv_heads=2, total_kv_heads=4)
+    assert one.differences(half) == []
+    assert half.block_bytes * 2 == one.block_bytes == 4 * one.head_bytes
+    latent = replace(one, kv_heads=1, kind="latent")
+    assert latent.block_bytes * 8 == one.block_bytes
 
 
 @pytest.mark.parametrize(

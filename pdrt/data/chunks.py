@@ -24,4 +24,4 @@ def write_of(
         at = region.slots_at + target.slot * SLOT_BYTES
         slot = SlotWrite(at, pack_slot(chunk.last))
     runs = merged_runs(src, dst, block_bytes, pool_at, region.pool_at)
-    return Write(write, target.session, runs, slot)
+    return Write(write, target.session, runs, slot, (chunk.room, chunk.attempt))

@@ -133,7 +133,7 @@ class KVTransferManager:
             endpoint=endpoint,
             process=self._process,
             layout=self.layout,
-            region=self.memory.region(self.transport.name, self.transport.handle),
+            region=self.memory.region(self.transport.offers),
         )
 
     async def run(self) -> None:

@@ -22,6 +22,8 @@ from pdrt.errors import TransferFailed
 from pdrt.messages import KvLayout, Process, Region
 
 SLOT_BYTES = 64
+SUM_BYTES = 4
+PROBE_BYTES = 1 << 20
 PAGE = 4096
 _NAME = "pdrt-kv"
 
@@ -54,8 +56,10 @@ class MemoryHandle:
 class HostMemory:
     """Our own memory: touched once, sealed, and described by `handle`."""
 
+    probe_at = probe_bytes = 0  # where peers may try the way
+
     def __init__(self, size: int) -> None:
-        self.size = max(PAGE, -(-size // PAGE) * PAGE)
+        self.size = max(PAGE, _paged(size))
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.size)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -132,29 +136,42 @@ def _check(fd: int, handle: MemoryHandle) -> None:
 
 
 class PoolMemory(HostMemory):
-    """A rank's memory: metadata slots first, then the KV pool, page-aligned."""
+    """A rank's memory, part by part, page-aligned: slots, probe area, checksums, KV pool.
 
-    def __init__(self, layout: KvLayout, blocks: int, slots: int) -> None:
-        self.layout, self.blocks, self.slots = layout, blocks, slots
-        self.pool_at = -(-slots * SLOT_BYTES // PAGE) * PAGE
+    `slots` are rows of `writers` metadata slots, one for each rank that may write to us.
+    """
+
+    probe_bytes = PROBE_BYTES
+
+    def __init__(self, layout: KvLayout, blocks: int, slots: int, writers: int = 1) -> None:
+        self.layout, self.blocks, self.slots, self.writers = layout, blocks, slots, writers
+        self.probe_at = _paged(slots * writers * SLOT_BYTES)
+        self.sums_at = self.probe_at + _paged(PROBE_BYTES)
+        self.pool_at = self.sums_at + _paged(blocks * layout.kv_heads * SUM_BYTES)
         super().__init__(self.pool_at + blocks * layout.block_bytes)
 
     @property
     def slots_view(self) -> memoryview:
-        return self.view[: self.slots * SLOT_BYTES]
+        return self.view[: self.slots * self.writers * SLOT_BYTES]
 
     @property
     def pool_view(self) -> memoryview:
         return self.view[self.pool_at : self.pool_at + self.blocks * self.layout.block_bytes]
 
-    def region(self, transport: str, handle: bytes) -> Region:
-        """How a peer is told of this memory."""
+    def region(self, offers: dict[str, bytes]) -> Region:
+        """How a peer is told of this memory; `offers` as a transport makes them."""
         return Region(
-            transport=transport,
-            handle=handle,
+            offers=offers,
             size=self.size,
             slots_at=0,
-            slots=self.slots,
+            slots=self.slots * self.writers,
             pool_at=self.pool_at,
             blocks=self.blocks,
+            sums_at=self.sums_at,
+            probe_at=self.probe_at,
+            probe_bytes=self.probe_bytes,
         )
+
+
+def _paged(size: int) -> int:
+    return -(-size // PAGE) * PAGE

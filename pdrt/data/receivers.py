@@ -395,7 +395,7 @@ class Receivers:
         )
         text = (
             f"room {receiver.room} attempt {receiver.attempt}: {cause}; from prefill rank"
-            f" {writers or 'not known yet'} over {self._me.attach.region.transport},"
+            f" {writers or 'not known yet'} over {'/'.join(self._me.attach.region.offers)},"
             f" {receiver.done_bytes} of {total} bytes known written, last"
             f" {receiver.state}, peer {health or 'gone'}"
         )

@@ -21,11 +21,10 @@ from pdrt.data.events import (
     SendFailed,
     SlotRecord,
 )
+from pdrt.data.transport.promise import Key as Key
 from pdrt.data.transport.promise import Write
 from pdrt.machine import Edge, Table
 from pdrt.messages import Handshake, Problem, Region
-
-Key: TypeAlias = tuple[int, int]  # (room, attempt) names one transfer
 
 
 class State(StrEnum):

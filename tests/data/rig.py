@@ -64,8 +64,7 @@ def process(pid: int) -> Process:
 def attach(layout: KvLayout = LAYOUT, session: str = "d0", blocks: int = 32) -> Attach:
     """A decode worker with 8 slots, whose pool begins after 512 bytes."""
     region = Region(
-        transport="shm",
-        handle=b"",
+        offers={"shm": b""},
         size=512 + blocks * layout.block_bytes,
         slots_at=0,
         slots=8,

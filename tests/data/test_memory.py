@@ -11,7 +11,7 @@ from dataclasses import replace
 import msgpack
 import pytest
 
-from pdrt.data.memory import PAGE, HostMemory, MemoryHandle, PeerMemory, PoolMemory
+from pdrt.data.memory import PAGE, PROBE_BYTES, HostMemory, MemoryHandle, PeerMemory, PoolMemory
 from pdrt.data.process import this_process
 from pdrt.errors import TransferFailed
 from pdrt.messages import KvLayout
@@ -107,10 +107,12 @@ def test_junk_is_no_handle(data: bytes) -> None:
 
 def test_slots_and_pool_do_not_overlap_and_the_region_says_where_they_are() -> None:
     memory = PoolMemory(LAYOUT, blocks=3, slots=65)
-    region = memory.region("shm", memory.handle())
+    region = memory.region({"shm": memory.handle()})
     assert len(memory.slots_view) == 65 * 64
     assert len(memory.pool_view) == 3 * LAYOUT.block_bytes
-    assert region.pool_at == 2 * PAGE
+    assert (region.slots, region.probe_at, region.probe_bytes) == (65, 2 * PAGE, PROBE_BYTES)
+    assert region.sums_at == region.probe_at + PROBE_BYTES
+    assert region.pool_at == region.sums_at + PAGE
     assert region.size == memory.size >= region.pool_at + 3 * LAYOUT.block_bytes
     memory.pool_view[0] = 9
     assert memory.view[region.pool_at] == 9

@@ -816,7 +816,7 @@ def test_a_session_cannot_be_taken_over() -> None:
     ("change", "text"),
     [
         ({"layout": replace(LAYOUT, block_size=8)}, "block_size: 4 here, 8 there"),
-        ({"protocol": 99}, "protocol 99 there, 1 here"),
+        ({"protocol": 99}, "protocol 99 there, 2 here"),
         ({"region": replace(attach().region, size=100)}, "larger than its memory"),
     ],
 )

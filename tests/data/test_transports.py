@@ -153,7 +153,7 @@ async def test_attaching_twice_is_attaching_once(rig: Bench) -> None:
 
 async def test_what_another_transport_offers_cannot_be_attached(rig: Bench) -> None:
     memory = rig.peers["a"]
-    region = memory.region("rdma", memory.handle())
+    region = memory.region({"rdma": memory.handle()})
     with pytest.raises(TransferFailed, match="offers rdma, not shm"):
         await rig.transport.attach(Peer("c", rig.peer("a").process, region))
 

@@ -53,7 +53,7 @@ class Bench:
 
     def peer(self, name: str) -> Peer:
         memory = self.peers[name]
-        return Peer(name, this_process(), memory.region("shm", memory.handle()))
+        return Peer(name, this_process(), memory.region({"shm": memory.handle()}))
 
     async def read(self) -> None:
         async for end in self.transport.ends():

@@ -21,7 +21,15 @@ from enum import StrEnum
 from random import Random
 
 from pdrt.config import FaultSection
-from pdrt.data.transport.promise import Ended, Peer, SlotWrite, Transport, Write
+from pdrt.data.transport.promise import (
+    Areas,
+    Ended,
+    Key,
+    Peer,
+    SlotWrite,
+    Transport,
+    Write,
+)
 
 
 class Fault(StrEnum):
@@ -81,8 +89,17 @@ class FaultyTransport:
         return self._inner.name
 
     @property
-    def handle(self) -> bytes:
-        return self._inner.handle
+    def offers(self) -> dict[str, bytes]:
+        return self._inner.offers
+
+    def via(self, peer: str) -> str:
+        return self._inner.via(peer)
+
+    def admit(self, key: Key, areas: Areas) -> None:
+        self._inner.admit(key, areas)
+
+    def revoke(self, key: Key) -> bool:
+        return self._inner.revoke(key)
 
     async def attach(self, peer: Peer) -> None:
         await self._inner.attach(peer)

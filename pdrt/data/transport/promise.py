@@ -10,10 +10,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from pdrt.data.layout import NO_RUNS, Runs
+from pdrt.errors import TransferFailed
 from pdrt.messages import Process, Region
+
+Key: TypeAlias = tuple[int, int]  # (room, attempt) names one transfer
+Areas: TypeAlias = npt.NDArray[np.int64]  # rows of (offset, length) in one memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,16 @@ class Peer:
     name: str
     process: Process
     region: Region
+
+
+def offered(peer: Peer, transport: str) -> bytes:
+    """What this transport needs to reach the peer's memory. Raises TransferFailed."""
+    offers = peer.region.offers
+    if transport not in offers:
+        raise TransferFailed(
+            f"{peer.name} offers {', '.join(offers) or 'no transport'}, not {transport}"
+        )
+    return offers[transport]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +58,7 @@ class Write:
     peer: str
     runs: Runs = field(default_factory=lambda: NO_RUNS)
     slot: SlotWrite | None = None
+    key: Key | None = None  # whose it is; None: a probe, into the peer's probe area
 
     @property
     def size(self) -> int:
@@ -56,13 +74,19 @@ class Ended:
 
 
 class Transport(Protocol):
-    """Local memory is registered at construction; `handle` is how peers reach it."""
+    """Local memory is registered at construction; `offers` is how peers reach it."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def handle(self) -> bytes: ...
+    def offers(self) -> dict[str, bytes]:
+        """Transport name -> what a peer's transport of that name needs to reach our memory."""
+        ...
+
+    def via(self, peer: str) -> str:
+        """The name of the transport that an attached peer is written through."""
+        ...
 
     async def attach(self, peer: Peer) -> None:
         """Make the peer's memory reachable, once. Raises TransferFailed."""
@@ -78,6 +102,18 @@ class Transport(Protocol):
 
     def abort(self, write: int) -> None:
         """Ask for an early end. Unknown and ended writes are no error."""
+        ...
+
+    def admit(self, key: Key, areas: Areas) -> None:
+        """Target side: this attempt's writers may fill these areas of our memory from now on."""
+        ...
+
+    def revoke(self, key: Key) -> bool:
+        """Target side: the attempt is over. Asked again, it answers anew.
+
+        True: nothing of it lands here any more, whatever its writers do. False: only their
+        word or their death proves that.
+        """
         ...
 
     def ends(self) -> AsyncIterator[Ended]:

@@ -20,7 +20,7 @@ from typing import Final
 from pdrt.data.layout import Runs
 from pdrt.data.memory import HostMemory, MemoryHandle, PeerMemory
 from pdrt.data.transport.copying import copy, pieces
-from pdrt.data.transport.promise import Ended, Peer, Write
+from pdrt.data.transport.promise import Areas, Ended, Key, Peer, Write, offered
 from pdrt.errors import TransferFailed
 
 AT_ONCE: Final = 1 << 20  # bytes: about 0.2 ms, less than a thread may take to wake up
@@ -75,15 +75,16 @@ class ShmTransport:
         return "shm"
 
     @property
-    def handle(self) -> bytes:
-        return self._memory.handle()
+    def offers(self) -> dict[str, bytes]:
+        return {self.name: self._memory.handle()}
+
+    def via(self, _peer: str) -> str:
+        return self.name
 
     async def attach(self, peer: Peer) -> None:
         if peer.name in self._lanes:
             return
-        if peer.region.transport != self.name:
-            raise TransferFailed(f"{peer.name} offers {peer.region.transport}, not {self.name}")
-        handle = MemoryHandle.unpack(peer.region.handle)
+        handle = MemoryHandle.unpack(offered(peer, self.name))
         if handle.size != peer.region.size:
             raise TransferFailed(f"{peer.name} describes {peer.region.size} of {handle.size} bytes")
         memory = await asyncio.to_thread(PeerMemory, handle, peer.process)
@@ -120,6 +121,12 @@ class ShmTransport:
         with self._lock:
             if job := self._jobs.get(write):
                 self._stop(job, "aborted")
+
+    def admit(self, key: Key, areas: Areas) -> None:
+        pass  # who has mapped our memory can write to all of it
+
+    def revoke(self, _key: Key) -> bool:
+        return False
 
     async def ends(self) -> AsyncIterator[Ended]:
         while (end := await self._ends.get()) is not None:
