@@ -98,8 +98,8 @@ class FaultyTransport:
     def admit(self, key: Key, areas: Areas) -> None:
         self._inner.admit(key, areas)
 
-    def revoke(self, key: Key) -> bool:
-        return self._inner.revoke(key)
+    def revoke(self, key: Key, through: frozenset[str]) -> bool:
+        return self._inner.revoke(key, through)
 
     async def attach(self, peer: Peer) -> None:
         await self._inner.attach(peer)

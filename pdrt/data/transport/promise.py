@@ -108,11 +108,12 @@ class Transport(Protocol):
         """Target side: this attempt's writers may fill these areas of our memory from now on."""
         ...
 
-    def revoke(self, key: Key) -> bool:
+    def revoke(self, key: Key, through: frozenset[str]) -> bool:
         """Target side: the attempt is over. Asked again, it answers anew.
 
-        True: nothing of it lands here any more, whatever its writers do. False: only their
-        word or their death proves that.
+        `through` names the transports that its writers use (what `via` says on their side, as
+        their Attached told); none named means that any may be used. True: nothing of it lands
+        here any more, whatever its writers do. False: only their word or their death proves that.
         """
         ...
 

@@ -125,7 +125,7 @@ class ShmTransport:
     def admit(self, key: Key, areas: Areas) -> None:
         pass  # who has mapped our memory can write to all of it
 
-    def revoke(self, _key: Key) -> bool:
+    def revoke(self, _key: Key, _through: frozenset[str]) -> bool:
         return False
 
     async def ends(self) -> AsyncIterator[Ended]:
