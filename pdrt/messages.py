@@ -513,6 +513,87 @@ FromWorker: TypeAlias = Annotated[
 ]
 
 
+# Between the ranks of a tensor-parallel group, tp 0 and its followers.
+
+
+@_wire
+class Join:
+    """All followers are there: meet the others' forward passes at this file."""
+
+    op: Literal["join"] = "join"
+    rendezvous: Annotated[str, Field(max_length=4096)]
+
+
+@_wire
+class Step:
+    """Compute this batch: columns with a value for each sequence, then their lists end to end."""
+
+    op: Literal["step"] = "step"
+    number: Count  # from 1
+    keys: Annotated[bytes, Field(max_length=1 << 23)]  # int64
+    starts: Annotated[bytes, Field(max_length=1 << 23)]  # int32, as all that follow
+    token_counts: Annotated[bytes, Field(max_length=1 << 23)]
+    block_counts: Annotated[bytes, Field(max_length=1 << 23)]
+    draws: Annotated[bytes, Field(max_length=1 << 23)]  # 1 where a token is drawn, by tp 0
+    tokens: Annotated[bytes, Field(max_length=1 << 23)]
+    blocks: Annotated[bytes, Field(max_length=1 << 23)]
+
+
+@_wire
+class Order:
+    """Do this transfer command (see `data.relay`) once so many steps are computed."""
+
+    op: Literal["order"] = "order"
+    after: Count
+    command: Annotated[bytes, Field(max_length=1 << 23)]
+
+
+@_wire
+class Leave:
+    """We were told to stop: that this link ends now is no loss."""
+
+    op: Literal["leave"] = "leave"
+
+
+ToFollower: TypeAlias = Annotated[Join | Step | Order | Leave, Field(discriminator="op")]
+
+
+@_wire
+class Hello:
+    """A follower has loaded its shard and made its memory."""
+
+    op: Literal["hello"] = "hello"
+    process: Process
+    layout: KvLayout
+    blocks: U32
+
+
+@_wire
+class Joined:
+    op: Literal["joined"] = "joined"
+
+
+@_wire
+class Stepped:
+    """This step is computed."""
+
+    op: Literal["stepped"] = "stepped"
+    number: Count
+
+
+@_wire
+class Told:
+    """A transfer event (see `data.relay`) of this rank."""
+
+    op: Literal["told"] = "told"
+    event: Annotated[bytes, Field(max_length=1 << 23)]
+
+
+FromFollower: TypeAlias = Annotated[
+    Hello | Joined | Stepped | Told | Leave, Field(discriminator="op")
+]
+
+
 # Bootstrap server bodies (JSON over HTTP).
 
 
@@ -585,6 +666,8 @@ FROM_DECODE: Final[TypeAdapter[FromDecode]] = TypeAdapter(FromDecode)
 FROM_PREFILL: Final[TypeAdapter[FromPrefill]] = TypeAdapter(FromPrefill)
 TO_WORKER: Final[TypeAdapter[ToWorker]] = TypeAdapter(ToWorker)
 FROM_WORKER: Final[TypeAdapter[FromWorker]] = TypeAdapter(FromWorker)
+TO_FOLLOWER: Final[TypeAdapter[ToFollower]] = TypeAdapter(ToFollower)
+FROM_FOLLOWER: Final[TypeAdapter[FromFollower]] = TypeAdapter(FromFollower)
 
 
 def decode(adapter: TypeAdapter[T], frame: bytes) -> T:
