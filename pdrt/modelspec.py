@@ -85,6 +85,16 @@ class ModelSpec:
         _refuse_windows(fields, spec)
         return spec
 
+    def check_tp(self, size: int) -> None:
+        """Raises ConfigError when `size` tensor-parallel ranks cannot share this model evenly."""
+        refused = f"[parallel] tp = {size}: must divide"
+        if self.heads % size:
+            raise ConfigError(f"{refused} the model's {self.heads} attention heads")
+        if self.kv_heads % size and size % self.kv_heads:
+            raise ConfigError(f"{refused} the model's {self.kv_heads} kv heads or be a multiple")
+        if self.intermediate % size:
+            raise ConfigError(f"{refused} the model's intermediate size {self.intermediate}")
+
 
 NULL_SPEC: Final = ModelSpec(
     architecture="null",
@@ -95,7 +105,7 @@ NULL_SPEC: Final = ModelSpec(
     layers=2,
     hidden=16,
     intermediate=16,
-    heads=2,
+    heads=8,  # so that tp goes up to 8, with copies of kv heads
     kv_heads=2,
     head_dim=8,
 )

@@ -10,23 +10,27 @@ from typing import Literal, TypeAlias
 from pdrt.config import NodeConfig
 from pdrt.device.batch import Runner
 from pdrt.device.null import NullRunner
+from pdrt.device.shard import Shard
 from pdrt.errors import ConfigError
-from pdrt.modelspec import NULL_PATH, ModelSpec
+from pdrt.modelspec import NULL_PATH, NULL_SPEC, ModelSpec
 
 Progress: TypeAlias = Callable[[str, int, int], None]  # stage, done, total
 Kind: TypeAlias = Literal["cpu", "cuda", "npu", "null"]
 
 
-def open_runner(config: NodeConfig, progress: Progress) -> Runner:
+def open_runner(config: NodeConfig, progress: Progress, rank: int = 0, size: int = 1) -> Runner:
     """A runner with its weights loaded, still without a pool. Takes seconds to minutes.
 
-    `[model] path` must be a directory here, or `null`. Raises ConfigError.
+    It holds the part of rank `rank` in a tensor-parallel group of `size`; above 1, `join` comes
+    next. `[model] path` must be a directory here, or `null`. Raises ConfigError.
     """
     kind = device_kind(config)
     if kind == "null":
         device = config.device
-        return NullRunner(config.scheduler.block_size, device.step_ms, device.token_ms)
-    spec = ModelSpec.read(config.model.path, config.model.max_model_len)
+        shard = Shard(NULL_SPEC, rank, size)
+        block_size = config.scheduler.block_size
+        return NullRunner(block_size, device.step_ms, device.token_ms, shard=shard)
+    shard = Shard(ModelSpec.read(config.model.path, config.model.max_model_len), rank, size)
     import torch  # here, so that the null device needs none
 
     from pdrt.device import torchrunner
@@ -34,7 +38,7 @@ def open_runner(config: NodeConfig, progress: Progress) -> Runner:
     torch.set_num_threads(threads_of(config))
     return torchrunner.load(
         config.model.path,
-        spec,
+        shard,
         device=kind,
         dtype=config.model.dtype,
         block_size=config.scheduler.block_size,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Final, Protocol
 
 from pdrt.messages import KvLayout, Sampling
 
@@ -30,13 +31,17 @@ class Draw:
         return len(self.history)
 
 
+ELSEWHERE: Final = Draw(Sampling(), (), 0)
+"""In a follower's step where rank 0's has a draw: a token is drawn, by rank 0, which knows how."""
+
+
 @dataclass(frozen=True, slots=True)
 class SeqStep:
     """Compute `tokens` at positions `start`.. of one sequence and write their KV to `blocks`.
 
     `blocks` is the block table from position 0 and covers `start + len(tokens)` tokens;
     positions below `start` hold valid KV. `draw` is None when no token is wanted (a chunk
-    that is not the prompt's last).
+    that is not the prompt's last). A group's followers get `ELSEWHERE` for any other draw.
     """
 
     key: int
@@ -70,6 +75,17 @@ class Runner(Protocol):
         """Use `pool` (writable, `blocks * layout.block_bytes` bytes) as KV memory."""
         ...
 
+    def join(self, rendezvous: Path, timeout_s: float) -> None:
+        """Meet the other ranks of the group (see `collective.join`), before the first `execute`.
+
+        Loading needs no others, so it comes first. A group of one need not join.
+        """
+        ...
+
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
-        """Run one step; one `Drawn` for each entry with a `draw`, in order."""
+        """Run one step; one `Drawn` for each entry with a `draw`, in order.
+
+        All ranks of a tensor-parallel group execute the same steps in the same order; followers
+        (ranks above 0) draw nothing. Raises PeerLost when the group has lost a rank.
+        """
         ...

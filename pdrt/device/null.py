@@ -4,6 +4,9 @@ Its use is that nothing can go wrong unseen. Each position's KV holds a rolling 
 tokens up to it, and the next token is a weighted sum over all KV bytes of the sequence, read
 back from the pool: one wrong byte anywhere always changes the token, several almost surely do.
 With a temperature the request's seed and the position shift the token as well.
+
+In a tensor-parallel group each rank writes and weighs the bytes of its own kv heads, and the sum
+over the ranks names the token: the one that a single rank would have drawn.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -18,7 +22,8 @@ import numpy.typing as npt
 
 from pdrt.device.batch import Draw, Drawn, SeqStep
 from pdrt.device.chance import uniform
-from pdrt.messages import KvLayout
+from pdrt.device.collective import Collective, join
+from pdrt.device.shard import Run, Shard
 from pdrt.modelspec import NULL_SPEC
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -27,8 +32,9 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 EOS: Final = 256
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
-_WIDTH: Final = NULL_SPEC.kv_heads * NULL_SPEC.layers * 2  # words of 8 bytes (a head) a position
-_PARTS: Final = (NULL_SPEC.kv_heads, NULL_SPEC.layers, 2)
+_WHOLE: Final = Shard(NULL_SPEC)
+_STRIDE: Final = 0xD1342543DE82EF95
+_WIDTH: Final = NULL_SPEC.layers * 2  # words of 8 bytes (a head) a position and kv head
 
 
 class NullRunner:
@@ -40,29 +46,45 @@ class NullRunner:
         step_ms: float = 0.0,
         token_ms: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
+        shard: Shard = _WHOLE,
     ) -> None:
-        self.layout = KvLayout(
-            block_size=block_size,
-            dtype="uint8",
-            layers=NULL_SPEC.layers,
-            kv_heads=NULL_SPEC.kv_heads,
-            head_dim=NULL_SPEC.head_dim,
-        )
+        self.layout = shard.layout(block_size, "uint8")
         self.eos_token_ids = NULL_SPEC.eos_token_ids
         self._step_ms, self._token_ms, self._sleep = step_ms, token_ms, sleep
-        self._pool: Words = np.zeros((0, *_PARTS, block_size), np.uint64)
+        self._shard = shard
+        self._group: Collective | None = None
+        self._lanes = _Lanes(shard.kv_heads * _WIDTH, _weight_of(shard))
+        self._parts = (len(shard.kv_heads), NULL_SPEC.layers, 2)
+        self._pool: Words = np.zeros((0, *self._parts, block_size), np.uint64)
 
     def bind(self, pool: memoryview, blocks: int) -> None:
         """Use `pool` as KV memory: 8 bytes, one word, for each head, layer, k or v, position."""
         words = np.frombuffer(pool, "<u8")
-        self._pool = words.reshape(blocks, *_PARTS, self.layout.block_size)
+        self._pool = words.reshape(blocks, *self._parts, self.layout.block_size)
+
+    def join(self, rendezvous: Path, timeout_s: float) -> None:
+        self._group = join(self._shard.rank, self._shard.size, rendezvous, timeout_s)
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
         """Write the steps' KV, then draw from all the KV that each sequence has."""
         self._rest(batch)
         for step in batch:
             self._write(step)
-        return [self._drawn(step, step.draw) for step in batch if step.draw is not None]
+        wanted = [(step, step.draw) for step in batch if step.draw is not None]
+        totals = self._summed([self._total(step) for step, _ in wanted])
+        if not self._shard.is_first:
+            return []
+        return [_drawn(*each, total) for each, total in zip(wanted, totals, strict=True)]
+
+    def _summed(self, totals: list[int]) -> list[int]:
+        """The sums over all ranks."""
+        if self._shard.size == 1 or not totals:
+            return totals
+        if self._group is None:
+            raise RuntimeError("in a group, join comes before execute")
+        import torch  # here, so that a group of one needs none
+
+        return self._group.all_reduce_(torch.tensor(totals)).tolist()
 
     def _rest(self, batch: Sequence[SeqStep]) -> None:
         prompt_tokens = sum(len(step.tokens) for step in batch if len(step.tokens) > 1)
@@ -72,16 +94,16 @@ class NullRunner:
 
     def _write(self, step: SeqStep) -> None:
         before = self._word_before(step)
-        words = _expand(_rolled(before, step.tokens))
+        words = self._lanes.expand(_rolled(before, step.tokens))
         blocks, offsets = self._places(step, step.start, step.start + len(step.tokens))
-        self._pool[blocks, :, :, :, offsets] = words.reshape(-1, *_PARTS)
+        self._pool[blocks, :, :, :, offsets] = words.reshape(-1, *self._parts)
 
     def _word_before(self, step: SeqStep) -> int:
         """The hash of the prefix, as the pool remembers it."""
         if step.start == 0:
             return _GOLDEN
         block, offset = divmod(step.start - 1, self.layout.block_size)
-        return int(self._pool[step.blocks[block], 0, 0, 0, offset])
+        return self._lanes.hash_in(int(self._pool[step.blocks[block], 0, 0, 0, offset]))
 
     def _places(
         self, step: SeqStep, first: int, end: int
@@ -90,15 +112,19 @@ class NullRunner:
         table = np.asarray(step.blocks, np.int64)
         return table[positions // self.layout.block_size], positions % self.layout.block_size
 
-    def _drawn(self, step: SeqStep, draw: Draw) -> Drawn:
+    def _total(self, step: SeqStep) -> int:
+        """What this rank's KV of the sequence weighs."""
         length = step.start + len(step.tokens)
         words = self._pool[np.asarray(step.blocks[: -(-length // self.layout.block_size)])]
         bytes_ = np.ascontiguousarray(np.moveaxis(words, -1, 1)).view(np.uint8)
-        total = _weighed(bytes_.reshape(-1, _WIDTH * 8)[:length])
-        if draw.sampling.temperature > 0:
-            total += int(uniform(draw.sampling.seed, draw.position) * 256)
-        token = total % 256 or EOS  # EOS in place of byte 0: every sum has a token of its own
-        return Drawn(step.key, token, -math.log(2 + token))
+        return self._lanes.weighed(bytes_.reshape(-1, len(self._lanes.run) * 8)[:length])
+
+
+def _drawn(step: SeqStep, draw: Draw, total: int) -> Drawn:
+    if draw.sampling.temperature > 0:
+        total += int(uniform(draw.sampling.seed, draw.position) * 256)
+    token = total % 256 or EOS  # EOS in place of byte 0: every sum has a token of its own
+    return Drawn(step.key, token, -math.log(2 + token))
 
 
 def _rolled(word: int, tokens: Sequence[int]) -> Words:
@@ -111,20 +137,41 @@ def _rolled(word: int, tokens: Sequence[int]) -> Words:
     return np.array(out, np.uint64)
 
 
-def _expand(words: Words) -> Words:
-    """The KV of each position: its hash, then variations of it. [n, _WIDTH]"""
-    lanes = np.arange(_WIDTH, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
-    mixed: Words = (words[:, None] ^ lanes) * (lanes + np.uint64(1))
-    return mixed  # lane 0 is the hash itself
+def _weight_of(shard: Shard) -> int:
+    """How much this rank's sum counts. Copies of a head count 1 together, and each counts.
 
-
-def _weighed(rows: Bytes) -> int:
-    """Sum of bytes times odd weights, modulo 256: any one changed byte changes it.
-
-    The weights differ by position and lane, so exchanged blocks and positions show too.
+    Of one changed byte in a later copy only a change by exactly 128 stays unseen.
     """
-    positions = np.arange(len(rows), dtype=np.uint64)[:, None]
-    lanes = np.arange(rows.shape[1], dtype=np.uint64)
-    mixed = (positions * np.uint64(0x9E3779B1) + lanes * np.uint64(0x85EBCA77)) >> np.uint64(9)
-    weights = mixed.astype(np.uint8) | np.uint8(1)
-    return int(np.sum(rows * weights, dtype=np.uint8))
+    is_first_copy = shard.rank % shard.copies == 0
+    return 3 - 2 * shard.copies if is_first_copy else 2
+
+
+class _Lanes:
+    """The words that a rank has of a position, by their numbers in the whole model."""
+
+    def __init__(self, run: Run, weight: int) -> None:
+        self.run = run
+        self._seeds = np.arange(run.first, run.end, dtype=np.uint64) * np.uint64(_STRIDE)
+        self._weight = weight
+        seed = int(self._seeds[0])  # even, as each head has an even number of lanes
+        self._seed, self._inverse = seed, pow(seed + 1, -1, _MASK + 1)
+
+    def expand(self, words: Words) -> Words:
+        """The KV of each position: variations of its hash. [n, lanes]"""
+        mixed: Words = (words[:, None] ^ self._seeds) * (self._seeds + np.uint64(1))
+        return mixed  # lane 0 of the model is the hash itself
+
+    def hash_in(self, word: int) -> int:
+        """The hash of which `word` is the variation in this rank's first lane."""
+        return (word * self._inverse & _MASK) ^ self._seed
+
+    def weighed(self, rows: Bytes) -> int:
+        """Sum of bytes times odd weights, modulo 256: any one changed byte changes it.
+
+        The weights differ by position and lane, so exchanged blocks and positions show too.
+        """
+        positions = np.arange(len(rows), dtype=np.uint64)[:, None]
+        lanes = np.arange(self.run.first * 8, self.run.end * 8, dtype=np.uint64)
+        mixed = (positions * np.uint64(0x9E3779B1) + lanes * np.uint64(0x85EBCA77)) >> np.uint64(9)
+        weights = mixed.astype(np.uint8) | np.uint8(1)
+        return int(np.sum(rows * weights, dtype=np.uint8)) * self._weight

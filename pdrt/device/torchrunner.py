@@ -13,9 +13,11 @@ import torch
 from pdrt.device import sampler
 from pdrt.device.attention import lay_out
 from pdrt.device.batch import Drawn, SeqStep
+from pdrt.device.collective import Collective, Solo, join
 from pdrt.device.kv import DTYPES, KvPool
 from pdrt.device.mirror import Mirror
 from pdrt.device.models import llama
+from pdrt.device.shard import Shard
 from pdrt.device.weights import Checkpoint, Progress
 from pdrt.errors import ConfigError
 from pdrt.messages import KvLayout
@@ -30,6 +32,8 @@ class TorchRunner:
     ) -> None:
         self.layout = layout
         self.eos_token_ids = model.spec.eos_token_ids
+        self._shard = model.shard
+        self._group: Collective | None = Solo() if model.shard.size == 1 else None
         self.model = model
         self._device, self._mirrored = device, mirrored
         self._pool: KvPool | None = None
@@ -40,27 +44,30 @@ class TorchRunner:
         self._pool = KvPool(pool, blocks, self.layout, self._device, mirrored=self._mirrored)
         self._mirror = Mirror(self._pool) if self._mirrored else None
 
+    def join(self, rendezvous: Path, timeout_s: float) -> None:
+        self._group = join(self._shard.rank, self._shard.size, rendezvous, timeout_s)
+
     @torch.inference_mode()
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
         if not batch:
             return []
-        if self._pool is None:
-            raise RuntimeError("bind comes before execute")
+        if self._pool is None or self._group is None:
+            raise RuntimeError("bind and, in a group, join come before execute")
         if self._mirror:
             self._mirror.before(batch)
-        drawn = self._forward(batch, self._pool)
+        drawn = self._forward(batch, self._pool, self._group)
         if self._mirror:
             self._mirror.after(batch)
         return drawn
 
-    def _forward(self, batch: Sequence[SeqStep], pool: KvPool) -> list[Drawn]:
+    def _forward(self, batch: Sequence[SeqStep], pool: KvPool, group: Collective) -> list[Drawn]:
         fresh = [b for step in batch for b in _begun_in_part(step, self.layout.block_size)]
         if fresh:
             pool.clear(fresh)
         wave = lay_out(batch, pool, DTYPES[self.layout.dtype])
-        hidden = self.model.forward(wave, pool)
+        hidden = self.model.forward(wave, pool, group)
         wanted = [step for step in batch if step.draw is not None]
-        if not wanted:
+        if not wanted or not self._shard.is_first:
             return []
         logits = self.model.logits(hidden[wave.drawn]).cpu()
         tokens = sampler.draw(logits, [step.draw for step in wanted if step.draw is not None])
@@ -78,7 +85,7 @@ def _begun_in_part(step: SeqStep, size: int) -> Sequence[int]:
 
 def load(
     path: str | Path,
-    spec: ModelSpec,
+    shard: Shard,
     *,
     device: str,
     dtype: str,
@@ -87,16 +94,10 @@ def load(
 ) -> TorchRunner:
     """A runner with its weights. Raises ConfigError when they, or the device, are not there."""
     _check_device(device)
-    name = _dtype(spec, dtype)
-    layout = KvLayout(
-        block_size=block_size,
-        dtype=name,
-        layers=spec.layers,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-    )
+    name = _dtype(shard.spec, dtype)
     with torch.inference_mode():
-        model = llama.load(spec, Checkpoint(Path(path), progress), DTYPES[name], device)
+        model = llama.load(shard, Checkpoint(Path(path), progress), DTYPES[name], device)
+    layout = shard.layout(block_size, name)
     return TorchRunner(model, layout, device, mirrored=device != "cpu")
 
 

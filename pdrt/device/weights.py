@@ -1,19 +1,22 @@
 """Safetensors on disk, sharded or not: memory-mapped, checked, copied into place with progress.
 
 A tensor goes straight into its (often fused) destination and changes its dtype on the way, so
-no second copy of the model is ever in memory. No pickle: other weight formats are refused.
+no second copy of the model is ever in memory. Of a matrix that ranks share, only the rank's own
+rows or columns are read. No pickle: other weight formats are refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from pdrt.device.shard import Run
 from pdrt.errors import ConfigError
 
 Progress: TypeAlias = Callable[[str, int, int], None]  # stage, done, total
@@ -21,12 +24,20 @@ Progress: TypeAlias = Callable[[str, int, int], None]  # stage, done, total
 INDEX = "model.safetensors.index.json"
 
 
+class _Slice(Protocol):
+    """A tensor on disk; indexing maps it, and only what is then touched is read."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor: ...
+
+
 class _File(Protocol):
     """What we use of safetensors' untyped handle."""
 
     def keys(self) -> list[str]: ...
 
-    def get_tensor(self, name: str) -> torch.Tensor: ...
+    def get_slice(self, name: str) -> _Slice: ...
 
 
 class Checkpoint:
@@ -48,21 +59,26 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._home
 
-    def copy(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out` with the tensor `name`, whose shape must be the same."""
+    def copy(self, name: str, out: torch.Tensor, runs: Sequence[Run] = ()) -> None:
+        """Fill `out` with the tensor `name`, or with the part that `runs` cut from its dimensions.
+
+        The whole tensor must have the shape of `out`, or the one that `runs` say.
+        """
         if name not in self._home:
             raise ConfigError(f"{self._where}: the weights lack {name}")
+        runs = runs or [Run.all_of(count) for count in out.shape]
         try:
-            found = self._home[name].get_tensor(name)
+            whole = self._home[name].get_slice(name)
+            shape, wanted = whole.get_shape(), [run.whole for run in runs]
+            if shape != wanted:
+                raise ConfigError(
+                    f"{self._where}: {name} has shape {shape}, config.json asks for {wanted}"
+                )
+            found = whole[tuple(slice(run.first, run.end) for run in runs)]
         except SafetensorError as error:
             raise ConfigError(f"{self._where}: {name} cannot be read: {error}") from error
-        if found.shape != out.shape:
-            raise ConfigError(
-                f"{self._where}: {name} has shape {list(found.shape)},"
-                f" config.json asks for {list(out.shape)}"
-            )
         out.copy_(found)
-        self._done += found.nbytes
+        self._done += math.prod(shape) * found.itemsize  # what other ranks read counts as done
         self._progress("weights", min(self._done, self._total), self._total)
 
     def finish(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pdrt.device import torchrunner
+from pdrt.device.shard import Shard
 from pdrt.device.torchrunner import TorchRunner
 from pdrt.modelspec import ModelSpec
 from tests.device import tiny
@@ -45,7 +46,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
 def runner(directory: Path, dtype: str = "float32", block_size: int = BLOCK) -> TorchRunner:
     return torchrunner.load(
         directory,
-        ModelSpec.read(directory),
+        Shard(ModelSpec.read(directory)),
         device="cpu",
         dtype=dtype,
         block_size=block_size,

@@ -2,6 +2,10 @@
 
 They differ in biases, in a norm on queries and keys, in tied embeddings and in rope. Query,
 key and value matrices are one, gate and up matrices are one.
+
+A rank of a tensor-parallel group has some of the heads and of the MLP's columns: what it adds to
+the hidden states is a part, summed over the ranks before it is added. Rank 0 alone has the
+biases of these sums, and the head.
 """
 
 from __future__ import annotations
@@ -13,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdrt.device.attention import Wave
+from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
 from pdrt.device.linear import Linear
 from pdrt.device.rope import frequencies, rotate_
+from pdrt.device.shard import Run, Shard
 from pdrt.device.weights import Checkpoint
-from pdrt.modelspec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,34 +40,42 @@ class Llama:
     """`forward` runs all layers and writes the wave's KV; `logits` is asked for single rows."""
 
     def __init__(
-        self, spec: ModelSpec, embedding: Tensor, layers: list[Layer], norm: Tensor, head: Linear
+        self,
+        shard: Shard,
+        embedding: Tensor,
+        layers: list[Layer],
+        norm: Tensor,
+        head: Linear | None,  # None but on the first rank
     ) -> None:
-        self.spec = spec
+        self.shard, self.spec = shard, shard.spec
+        self._heads, self._kv_heads = len(shard.heads), len(shard.kv_heads)
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
-        frequency, self._rope_scale = frequencies(spec)
+        frequency, self._rope_scale = frequencies(self.spec)
         self._frequency = frequency.to(embedding.device)
 
-    def forward(self, wave: Wave, pool: KvPool) -> Tensor:
+    def forward(self, wave: Wave, pool: KvPool, group: Collective) -> Tensor:
         """Hidden states [rows, hidden] of all tokens, before the last norm."""
-        spec = self.spec
-        heads, turned = spec.heads, spec.heads + spec.kv_heads
+        spec, heads = self.spec, self._heads
+        turned = heads + self._kv_heads
         x = F.embedding(wave.tokens, self._embedding)
         cos, sin = self._angles(wave.positions)
         for number, layer in enumerate(self._layers):
             qkv = layer.qkv(self._normed(x, layer.attention_norm))
-            qkv = qkv.view(-1, turned + spec.kv_heads, spec.head_dim)
+            qkv = qkv.view(-1, turned + self._kv_heads, spec.head_dim)
             qk, kv = qkv[:, :turned], qkv[:, heads:]
             if layer.qk_norm is not None:
                 qk.copy_(rms_norm(qk, layer.qk_norm, spec.rms_norm_eps))
             rotate_(qk, cos, sin)
             pool.write(number, wave.cells, kv)
-            x.add_(layer.out(wave.attend(number, qkv[:, :heads], kv, pool)))
+            attended = wave.attend(number, qkv[:, :heads], kv, pool)
+            x.add_(group.all_reduce_(layer.out(attended)))
             gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)
-            x.add_(layer.down(F.silu(gate).mul_(up)))
+            x.add_(group.all_reduce_(layer.down(F.silu(gate).mul_(up))))
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] in float32."""
+        assert self._head is not None, "the first rank draws"
         return self._head(self._normed(hidden, self._norm)).float()
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -81,39 +94,43 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x.dtype).mul_(weight)
 
 
-def load(spec: ModelSpec, weights: Checkpoint, dtype: torch.dtype, device: str) -> Llama:
-    """Read all weights. Raises ConfigError when they do not fit the spec."""
-    read = _Reader(weights, dtype, device)
+def load(shard: Shard, weights: Checkpoint, dtype: torch.dtype, device: str) -> Llama:
+    """Read the shard's weights. Raises ConfigError when they do not fit the spec."""
+    spec, read = shard.spec, _Reader(weights, dtype, device)
     embedding = read.tensor("model.embed_tokens.weight", spec.vocab, spec.hidden)
-    layers = [_layer(spec, read, f"model.layers.{i}.") for i in range(spec.layers)]
+    layers = [_layer(shard, read, f"model.layers.{i}.") for i in range(spec.layers)]
     norm = read.tensor("model.norm.weight", spec.hidden)
-    head = embedding if spec.tied else read.tensor("lm_head.weight", spec.vocab, spec.hidden)
+    head = None
+    if shard.is_first:
+        tied = spec.tied
+        head = embedding if tied else read.tensor("lm_head.weight", spec.vocab, spec.hidden)
     weights.finish()
-    return Llama(spec, embedding, layers, norm, Linear(head))
+    return Llama(shard, embedding, layers, norm, None if head is None else Linear(head))
 
 
-def _layer(spec: ModelSpec, read: _Reader, at: str) -> Layer:
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    wide = spec.intermediate
+def _layer(shard: Shard, read: _Reader, at: str) -> Layer:
+    spec, hidden = shard.spec, Run.all_of(shard.spec.hidden)
+    q, kv = shard.heads * spec.head_dim, shard.kv_heads * spec.head_dim
+    wide, is_first = shard.intermediate, shard.is_first
     attention, mlp = at + "self_attn.", at + "mlp."
     qkv = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    gate_up = {"gate_proj": wide, "up_proj": wide}
     return Layer(
         attention_norm=read.tensor(at + "input_layernorm.weight", spec.hidden),
-        qkv=read.fused(attention, qkv, spec.hidden, bias=spec.qkv_bias),
-        qk_norm=_qk_norm(spec, read, attention) if spec.qk_norm else None,
-        out=read.fused(attention, {"o_proj": spec.hidden}, q, bias=spec.o_bias),
+        qkv=read.fused(attention, qkv, hidden, bias=spec.qkv_bias),
+        qk_norm=_qk_norm(shard, read, attention) if spec.qk_norm else None,
+        out=read.fused(attention, {"o_proj": hidden}, q, bias=spec.o_bias and is_first),
         mlp_norm=read.tensor(at + "post_attention_layernorm.weight", spec.hidden),
-        gate_up=read.fused(
-            mlp, {"gate_proj": wide, "up_proj": wide}, spec.hidden, bias=spec.mlp_bias
-        ),
-        down=read.fused(mlp, {"down_proj": spec.hidden}, wide, bias=spec.mlp_bias),
+        gate_up=read.fused(mlp, gate_up, hidden, bias=spec.mlp_bias),
+        down=read.fused(mlp, {"down_proj": hidden}, wide, bias=spec.mlp_bias and is_first),
     )
 
 
-def _qk_norm(spec: ModelSpec, read: _Reader, attention: str) -> Tensor:
+def _qk_norm(shard: Shard, read: _Reader, attention: str) -> Tensor:
     """One row a head: those of queries, then those of keys."""
-    q = read.tensor(attention + "q_norm.weight", spec.head_dim).expand(spec.heads, -1)
-    k = read.tensor(attention + "k_norm.weight", spec.head_dim).expand(spec.kv_heads, -1)
+    head_dim = shard.spec.head_dim
+    q = read.tensor(attention + "q_norm.weight", head_dim).expand(len(shard.heads), -1)
+    k = read.tensor(attention + "k_norm.weight", head_dim).expand(len(shard.kv_heads), -1)
     return torch.cat([q, k])
 
 
@@ -128,16 +145,16 @@ class _Reader:
         self._weights.copy(name, out)
         return out
 
-    def fused(self, at: str, rows: dict[str, int], columns: int, *, bias: bool) -> Linear:
-        """The matrices named in `rows`, one below the other."""
-        total = sum(rows.values())
-        weight = torch.empty(total, columns, dtype=self._dtype, device=self._device)
+    def fused(self, at: str, rows: dict[str, Run], columns: Run, *, bias: bool) -> Linear:
+        """The shard's parts of the matrices named in `rows`, one below the other."""
+        total = sum(map(len, rows.values()))
+        weight = torch.empty(total, len(columns), dtype=self._dtype, device=self._device)
         offsets = torch.empty(total, dtype=self._dtype, device=self._device) if bias else None
         first = 0
-        for name, count in rows.items():
-            part = slice(first, first + count)
-            self._weights.copy(f"{at}{name}.weight", weight[part])
+        for name, run in rows.items():
+            part = slice(first, first + len(run))
+            self._weights.copy(f"{at}{name}.weight", weight[part], (run, columns))
             if offsets is not None:
-                self._weights.copy(f"{at}{name}.bias", offsets[part])
-            first += count
+                self._weights.copy(f"{at}{name}.bias", offsets[part], (run,))
+            first += len(run)
         return Linear(weight, offsets)

@@ -1,0 +1,115 @@
+"""Processes that are the ranks of a tensor-parallel group; torch is imported once for all.
+
+A task is a function of this module or of a test: `task(collective's place, *arguments)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from pdrt.device.batch import ELSEWHERE, Drawn, Runner, SeqStep
+from pdrt.messages import KvLayout
+
+P = ParamSpec("P")
+T = TypeVar("T")
+MOST = 4
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a rank needs to find the others."""
+
+    rank: int
+    size: int
+    rendezvous: Path
+
+
+def context() -> ForkServerContext:
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["torch.distributed", "tests.device.ranks"])
+    return found
+
+
+def places(folder: Path, size: int) -> list[Place]:
+    rendezvous = folder / f"group{next(_numbers)}"
+    return [Place(rank, size, rendezvous) for rank in range(size)]
+
+
+class Ranks:
+    """Up to four processes, each of which is one rank of whatever group is asked for."""
+
+    def __init__(self, pool: ProcessPoolExecutor, folder: Path) -> None:
+        self._pool, self._folder = pool, folder
+
+    def __call__(
+        self, size: int, task: Callable[Concatenate[Place, P], T], *args: P.args, **more: P.kwargs
+    ) -> list[T]:
+        """What each rank's task returns."""
+        group = places(self._folder, size)
+        futures = [self._pool.submit(task, place, *args, **more) for place in group]
+        return [future.result(timeout=25) for future in futures]
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[Ranks]:
+    with ProcessPoolExecutor(MOST, context(), torch.set_num_threads, (1,)) as pool:
+        yield Ranks(pool, folder)
+
+
+class Recorder:
+    """A runner that writes down its batches, so that a group can be given the same ones."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.layout: KvLayout = runner.layout
+        self.eos_token_ids = runner.eos_token_ids
+        self.bind, self.join = runner.bind, runner.join
+        self.batches: list[list[SeqStep]] = []
+        self.drawn: list[list[Drawn]] = []
+
+    def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
+        self.batches.append([_copied(step) for step in batch])
+        self.drawn.append(self._runner.execute(batch))
+        return self.drawn[-1]
+
+
+def _copied(step: SeqStep) -> SeqStep:
+    draw = step.draw and dataclasses.replace(step.draw, history=list(step.draw.history))
+    return dataclasses.replace(step, tokens=list(step.tokens), blocks=list(step.blocks), draw=draw)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a rank said to the batches, and its pool afterwards."""
+
+    drawn: list[list[Drawn]]
+    layout: KvLayout
+    pool: bytes
+
+
+def replay(
+    runner: Runner, place: Place, batches: Sequence[Sequence[SeqStep]], blocks: int
+) -> Replayed:
+    """Execute `batches` as this rank; a follower is not told how tokens are drawn."""
+    memory = bytearray(b"\xff" * (blocks * runner.layout.block_bytes))
+    runner.bind(memoryview(memory), blocks)
+    runner.join(place.rendezvous, timeout_s=20)
+    told = batches if place.rank == 0 else [[_untold(step) for step in b] for b in batches]
+    drawn = [runner.execute(batch) for batch in told]
+    return Replayed(drawn, runner.layout, bytes(memory))
+
+
+def _untold(step: SeqStep) -> SeqStep:
+    return dataclasses.replace(step, draw=step.draw and ELSEWHERE)

@@ -1,0 +1,149 @@
+"""Ranks in processes of their own, together, compute what one rank computes alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from pdrt.config import NodeConfig
+from pdrt.device.backends import open_runner
+from pdrt.device.batch import Drawn, Runner, SeqStep
+from pdrt.errors import ConfigError
+from pdrt.messages import KvLayout, Sampling
+from tests.device import ranks, tiny
+from tests.device.loop import GREEDY, Loop
+from tests.device.ranks import Place, Ranks, Recorder, Replayed
+
+BLOCK, CHUNK, BLOCKS, TOKENS = 8, 32, 64, 6
+WARM = Sampling(temperature=0.8, seed=5, top_k=40)
+
+
+def quiet(_stage: str, _done: int, _total: int) -> None:
+    pass
+
+
+def opened(model: str, rank: int = 0, size: int = 1, dtype: str = "float32") -> Runner:
+    tables = {"model": {"path": model, "dtype": dtype}, "scheduler": {"block_size": BLOCK}}
+    config = NodeConfig.model_validate(tables | {"device": {"threads": 1}})
+    return open_runner(config, quiet, rank, size)
+
+
+def as_rank(place: Place, model: str, batches: Sequence[Sequence[SeqStep]]) -> Replayed:
+    return ranks.replay(opened(model, place.rank, place.size), place, batches, BLOCKS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks.opened(tmp_path_factory.mktemp("groups")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    @functools.cache
+    def make(name: str) -> str:
+        directory = tmp_path_factory.mktemp(name)
+        tiny.make(name, directory)
+        return str(directory)
+
+    return make
+
+
+class Alone:
+    """One rank's batches of prompts in chunks and single steps mixed, its tokens and its pool."""
+
+    def __init__(self, runner: Runner) -> None:
+        recorder = Recorder(runner)
+        loop = Loop(recorder, blocks=BLOCKS)
+        asked = [(3, GREEDY), (70, GREEDY), (BLOCK, WARM), (33, GREEDY)]
+        vocab = 256 if runner.layout.dtype == "uint8" else tiny.VOCAB
+        loop.run(
+            [
+                loop.sequence([t % vocab for t in tiny.prompt(n)], TOKENS, sampling)
+                for n, sampling in asked
+            ],
+            TOKENS,
+            CHUNK,
+        )
+        self.batches, self.drawn, self.layout = recorder.batches, recorder.drawn, recorder.layout
+        self.pool = bytes(loop.memory)
+
+
+def heads(pool: bytes, layout: KvLayout) -> npt.NDArray[np.float32] | npt.NDArray[np.uint8]:
+    """[blocks, kv heads, the head's part of a block]"""
+    flat = np.frombuffer(pool, np.uint8 if layout.dtype == "uint8" else np.float32)
+    return flat.reshape(BLOCKS, layout.kv_heads, -1)
+
+
+def tokens(drawn: Sequence[Sequence[Drawn]]) -> list[list[tuple[int, int]]]:
+    return [[(d.key, d.token) for d in step] for step in drawn]
+
+
+def logprobs(drawn: Sequence[Sequence[Drawn]]) -> list[float]:
+    return [d.logprob for step in drawn for d in step]
+
+
+def whose(size: int, total: int) -> list[range]:
+    """The kv heads of each rank."""
+    if size > total:
+        return [range(r // (size // total), r // (size // total) + 1) for r in range(size)]
+    return [range(r * total // size, (r + 1) * total // size) for r in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("llama", 2),
+        ("llama", 4),  # two kv heads, each on two ranks
+        ("llama_mha_biased", 2),  # two kv heads a rank; biases are added once
+        ("llama_mha_biased", 4),
+        ("qwen2", 2),
+        ("qwen3", 4),
+        ("smollm2", 2),
+    ],
+)
+def test_a_group_says_and_keeps_what_one_rank_does(
+    group: Ranks, tiny_model: Callable[[str], str], name: str, size: int
+) -> None:
+    alone = Alone(opened(tiny_model(name)))
+    said = group(size, as_rank, tiny_model(name), alone.batches)
+    assert tokens(said[0].drawn) == tokens(alone.drawn)
+    assert logprobs(said[0].drawn) == pytest.approx(logprobs(alone.drawn), abs=1e-4)
+    whole = heads(alone.pool, alone.layout)
+    for one, its in zip(said, whose(size, alone.layout.kv_heads), strict=True):
+        assert one.layout.model_kv_heads == alone.layout.kv_heads
+        np.testing.assert_allclose(
+            heads(one.pool, one.layout), whole[:, its.start : its.stop], rtol=1e-3, atol=1e-4
+        )
+    assert not any(d for follower in said[1:] for d in follower.drawn)
+
+
+def test_ranks_with_the_same_head_keep_the_same_bytes(
+    group: Ranks, tiny_model: Callable[[str], str]
+) -> None:
+    """Any of them may send it to a peer."""
+    alone = Alone(opened(tiny_model("llama")))
+    pools = [one.pool for one in group(4, as_rank, tiny_model("llama"), alone.batches)]
+    assert pools[0] == pools[1] != pools[2] == pools[3]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_null_ranks_say_and_keep_exactly_what_one_does(group: Ranks, size: int) -> None:
+    alone = Alone(opened("null"))
+    said = group(size, as_rank, "null", alone.batches)
+    assert said[0].drawn == alone.drawn
+    whole = heads(alone.pool, alone.layout)
+    for one, its in zip(said, whose(size, alone.layout.kv_heads), strict=True):
+        np.testing.assert_array_equal(heads(one.pool, one.layout), whole[:, its.start : its.stop])
+    assert not any(d for follower in said[1:] for d in follower.drawn)
