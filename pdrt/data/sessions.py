@@ -35,6 +35,8 @@ class Session:
     silence: Silence
     health: Health = Health.UNKNOWN
     is_attached: bool = False
+    transport: str = ""  # what it is written through, once that was tried ...
+    gb_per_s: float = 0.0  # ... and was so fast
     number: int = 0  # highest of its handshakes and aborts: what is not above it comes too late
     rooms: set[Key] = field(default_factory=set)
     moved_at: float = 0.0  # when a write to it last ended
@@ -98,9 +100,10 @@ class Sessions:
         self._outbox.append(WatchLife(attach.process))
         self._outbox.append(AttachPeer(Peer(attach.session, attach.process, attach.region)))
 
-    def attached(self, name: str) -> None:
+    def attached(self, name: str, transport: str = "", gb_per_s: float = 0.0) -> None:
         if session := self._by_name.get(name):
             session.is_attached = True
+            session.transport, session.gb_per_s = transport, gb_per_s
             self._welcome(session)
 
     def not_attached(self, name: str, problem: Problem) -> None:
@@ -132,7 +135,13 @@ class Sessions:
         return [s for s in missing if feed(s, Miss()) is Health.DEAD]
 
     def _welcome(self, session: Session) -> None:
-        message = Attached(session=session.name, rank=self._rank, process=self._process)
+        message = Attached(
+            session=session.name,
+            rank=self._rank,
+            process=self._process,
+            transport=session.transport,
+            gb_per_s=session.gb_per_s,
+        )
         self._outbox.append(Tell(session.endpoint, message))
 
     def _refuse(self, attach: Attach, problem: Problem) -> None:
