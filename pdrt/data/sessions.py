@@ -98,7 +98,8 @@ class Sessions:
         session = self._by_name[attach.session] = Session(attach, silence)
         self.heard(session, now)
         self._outbox.append(WatchLife(attach.process))
-        self._outbox.append(AttachPeer(Peer(attach.session, attach.process, attach.region)))
+        peer = Peer(attach.session, attach.process, attach.region, attach.checksums)
+        self._outbox.append(AttachPeer(peer))
 
     def attached(self, name: str, transport: str = "", gb_per_s: float = 0.0) -> None:
         if session := self._by_name.get(name):

@@ -30,6 +30,7 @@ class Peer:
     name: str
     process: Process
     region: Region
+    checksums: bool = False  # it checks what arrives, so the writer sends checksums along
 
 
 def offered(peer: Peer, transport: str) -> bytes:
