@@ -1,4 +1,4 @@
-"""The typed pair of sockets between a supervisor and one life of a device worker.
+"""The typed pair of sockets between two processes of a node: supervisor and worker, or two ranks.
 
 An actor whose mailbox is what is still to be sent. What arrives is a message, or is logged and
 dropped. The endpoint lies in a private directory, so whoever is there is one of us. The promise:
@@ -48,8 +48,7 @@ class Link(Actor[Out], Generic[In, Out]):
 
     def bind(self, endpoint: str) -> None:
         """Raises OSError."""
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        self._hang_ups = self._socket.get_monitor_socket(events)
+        self._watch()
         # No limit of its own: from a full queue libzmq throws away what a dead process had sent.
         # What requests in flight may say bounds it.
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -58,8 +57,15 @@ class Link(Actor[Out], Generic[In, Out]):
         except zmq.ZMQError as error:
             raise OSError(error.errno, f"{endpoint}: {error.strerror}") from error
 
-    def connect(self, endpoint: str) -> None:
+    def connect(self, endpoint: str, watched: bool = False) -> None:
+        """The other end may come later. `watched`: so that `hung_up` tells when it goes."""
+        if watched:
+            self._watch()
         self._socket.connect(endpoint)
+
+    def _watch(self) -> None:
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._hang_ups = self._socket.get_monitor_socket(events)
 
     async def on(self, message: Out) -> None:
         await self._socket.send(messages.encode(self._outgoing, message))
@@ -89,11 +95,21 @@ class Link(Actor[Out], Generic[In, Out]):
                 found.append(message)
         return found
 
+    async def hung_up(self) -> None:
+        """Until the other end has been there and is gone; where we bound, or watch."""
+        assert self._hang_ups is not None
+        while (await recv_monitor_message(self._hang_ups))["event"] == zmq.EVENT_DISCONNECTED:
+            pass  # a try that did not get as far as shaking hands
+        await self._gone()
+
     async def _hung_up(self) -> None:
         """Until nothing more can come. Whoever never shook hands said nothing."""
         assert self._hang_ups is not None
-        if not await self._hang_ups.poll(0):
-            return
+        if await self._hang_ups.poll(0):
+            await self._gone()
+
+    async def _gone(self) -> None:
+        assert self._hang_ups is not None
         while (await recv_monitor_message(self._hang_ups))["event"] != zmq.EVENT_DISCONNECTED:
             pass
 

@@ -548,14 +548,7 @@ class Order:
     command: Annotated[bytes, Field(max_length=1 << 23)]
 
 
-@_wire
-class Leave:
-    """We were told to stop: that this link ends now is no loss."""
-
-    op: Literal["leave"] = "leave"
-
-
-ToFollower: TypeAlias = Annotated[Join | Step | Order | Leave, Field(discriminator="op")]
+ToFollower: TypeAlias = Annotated[Join | Step | Order, Field(discriminator="op")]
 
 
 @_wire
@@ -589,9 +582,7 @@ class Told:
     event: Annotated[bytes, Field(max_length=1 << 23)]
 
 
-FromFollower: TypeAlias = Annotated[
-    Hello | Joined | Stepped | Told | Leave, Field(discriminator="op")
-]
+FromFollower: TypeAlias = Annotated[Hello | Joined | Stepped | Told, Field(discriminator="op")]
 
 
 # Bootstrap server bodies (JSON over HTTP).

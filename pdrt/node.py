@@ -29,7 +29,7 @@ from pdrt.control.heartbeat import News, Time
 from pdrt.control.http import listen
 from pdrt.control.leader import Leader, Limits
 from pdrt.control.lives import NodeState
-from pdrt.control.parts import Condition, Handle, Hire, Lane, Parts
+from pdrt.control.parts import Condition, Handle, Hire, Parts, lanes
 from pdrt.control.shown import Shown
 from pdrt.control.sides import make_side
 from pdrt.control.supervisor import DrainWanted, Said, Signalled, Supervisor
@@ -65,11 +65,16 @@ class Node:
         self._folder = PrivateFolder("pdrt-node-")  # for sockets
         own_time = Time(time.monotonic)
         side = make_side(role, config, self._disagg, key, self._news, time.time_ns())
-        handles = [
-            hire(Rank(dp=dp), self._maker(role, dp), self._folder.path, self._heard, own_time)
+        ranks = [
+            Rank(dp=dp, tp=tp)
             for dp in range(config.parallel.dp)
+            for tp in range(config.parallel.tp)
         ]
-        dispatcher = DPDispatcher([Lane(h, side.told) for h in handles], time.monotonic)
+        handles = [
+            hire(rank, self._maker(role, rank), self._folder.path, self._heard, own_time)
+            for rank in ranks
+        ]
+        dispatcher = DPDispatcher(lanes(handles, side.told), time.monotonic)
         condition = Condition(turned_at=time.monotonic())
         self._parts = Parts(role, side, handles, dispatcher, condition)
         self._registry = CollectorRegistry()
@@ -151,13 +156,13 @@ class Node:
             api_keys=config.security.api_keys,
         )
 
-    def _maker(self, role: Role, dp: int) -> Callable[[str], WorkerSpec]:
+    def _maker(self, role: Role, rank: Rank) -> Callable[[str], WorkerSpec]:
         """What makes the spec of each of a worker's lives."""
 
         def make(endpoint: str) -> WorkerSpec:
             return WorkerSpec(
                 role=role,
-                rank=Rank(dp=dp),
+                rank=rank,
                 config=self._config,
                 disagg=self._disagg,
                 key_hex=self._key.secret.hex(),
@@ -190,11 +195,10 @@ class Node:
 
 
 def check_served(role: Role, config: NodeConfig, place: Place) -> None:
-    """Raises ConfigError for a topology that this version does not serve."""
+    """Raises ConfigError for a topology that this version does not serve, or the model cannot."""
     parallel = config.parallel
-    for name, size in (("tp", parallel.tp), ("cp", parallel.cp)):
-        if size != 1:
-            raise ConfigError(f"[parallel] {name} = {size}: this version serves {name} = 1 only")
+    if parallel.cp != 1:
+        raise ConfigError(f"[parallel] cp = {parallel.cp}: this version serves cp = 1 only")
     if parallel.nodes_per_instance != 1:
         raise ConfigError(
             f"[parallel] world_size = {parallel.world_size}, devices_per_node ="
@@ -202,6 +206,7 @@ def check_served(role: Role, config: NodeConfig, place: Place) -> None:
         )
     if not place.is_leader:
         raise ConfigError(f"a {role} node that is no leader has nothing to do in this version")
+    ModelSpec.read(config.model.path, config.model.max_model_len).check_tp(parallel.tp)
 
 
 def main(role: Role, config: NodeConfig, node_index: int = 0) -> int:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from aiohttp import ClientSession
 
 from pdrt import messages
 from pdrt.control.bootstrap_client import BootstrapClient
+from pdrt.data.commands import TransferCommand
+from pdrt.data.events import TransferEvent
 from pdrt.data.limits import Limits as TransferLimits
-from pdrt.data.manager import KVTransferManager
+from pdrt.data.manager import KVTransferManager, TransferStats
 from pdrt.data.memory import PoolMemory
 from pdrt.data.process import this_process
 from pdrt.data.transport.choose import open_transport
@@ -23,6 +25,18 @@ from pdrt.sched.prefill import PrefillDisaggScheduler
 from pdrt.spawn import WorkerSpec
 
 AnyScheduler: TypeAlias = Scheduler | PrefillDisaggScheduler | DecodeDisaggScheduler
+
+
+class Transfers(Protocol):
+    """A rank's or a group's transfer side, for its scheduler. No call waits."""
+
+    def do(self, command: TransferCommand) -> None: ...
+
+    def take_events(self) -> list[TransferEvent]:
+        """What happened since the last call, in order."""
+        ...
+
+    def stats(self) -> TransferStats: ...
 
 
 def scheduler(spec: WorkerSpec, runner: Runner, blocks: int) -> AnyScheduler:
@@ -69,6 +83,7 @@ def transfers(
         wake=wake,
         clock=time.monotonic,
         wall=time.time,
+        decode_tp=spec.config.parallel.tp,
     )
 
 

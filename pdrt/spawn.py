@@ -8,6 +8,7 @@ that its supervisor is gone, however it died.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -40,6 +41,15 @@ class WorkerSpec(BaseModel):
     def title(self) -> str:
         """The process title."""
         return f"pdrt worker {self.role} dp{self.rank.dp} cp{self.rank.cp} tp{self.rank.tp}"
+
+    @property
+    def folder(self) -> Path:
+        """The node's private directory of sockets."""
+        return Path(self.endpoint.removeprefix("ipc://")).parent
+
+    def group_endpoint(self, tp: int) -> str:
+        """Where tp 0 of our dp rank meets its follower of this tp rank."""
+        return f"ipc://{self.folder}/group-{self.rank.dp}-{tp}"
 
     def line(self) -> bytes:
         return self.model_dump_json().encode() + b"\n"

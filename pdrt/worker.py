@@ -2,7 +2,8 @@
 
 One event loop answers the supervisor and the peers; the device runs in a thread of its own, so
 that a long forward delays nobody's ping. Everything that happens becomes an event for the
-scheduler; what the scheduler decides comes back as effects and is carried out here.
+scheduler; what the scheduler decides comes back as effects and is carried out here. With tp > 1
+this is tp 0, and its steps and transfers are those of its followers too (see `members`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Final, NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import Final, NoReturn
 
 import setproctitle
 import structlog
@@ -26,120 +24,100 @@ import uvloop
 import zmq.asyncio
 from aiohttp import ClientSession
 
-from pdrt import messages, parts, telemetry
-from pdrt.config import NodeConfig
-from pdrt.control.bootstrap_client import BootstrapClient, keep_registered
-from pdrt.data.manager import KVTransferManager
-from pdrt.data.memory import PoolMemory
+from pdrt import duties, messages, parts, telemetry
 from pdrt.data.process import this_process
-from pdrt.device.backends import Progress, open_runner
-from pdrt.device.batch import Runner
-from pdrt.device.poolsize import host_bytes, pool_blocks
+from pdrt.device.backends import open_runner
+from pdrt.engine import Engine, Load
 from pdrt.errors import BadMessage, PdrtError, first_of
+from pdrt.follower import Follower
 from pdrt.link import Link
-from pdrt.messages import FromWorker, Output, Outputs, Problem, RegisterRank, ToWorker
-from pdrt.modelspec import ModelSpec
+from pdrt.members import GroupTransfers, Members
+from pdrt.messages import FromWorker, Output, Outputs, Problem, ToWorker
 from pdrt.sched.effects import Say
 from pdrt.sched.events import Cancelled, Rebound, ResumeLocally
 from pdrt.spawn import WorkerSpec, read_spec
 
-_STATS_S: Final = 0.5  # the supervisor takes 1.8 s of silence for the end
 _LOG_S: Final = 1.0
-_STATS_LEAST_S: Final = 0.05
 _CONFESS_S: Final = 1.0
-P = ParamSpec("P")
-T = TypeVar("T")
-Load: TypeAlias = Callable[[NodeConfig, Progress], Runner]
 
 
 class Worker:
-    """One life of a device worker, from its spec to its end."""
+    """One life of a device worker with a scheduler, from its spec to its end."""
 
     def __init__(
         self, spec: WorkerSpec, link: Link[ToWorker, FromWorker], load: Load = open_runner
     ) -> None:
-        self._spec, self._link, self._load = spec, link, load
-        self._device = ThreadPoolExecutor(1, thread_name_prefix="device")
-        self._loop = asyncio.get_running_loop()
+        self._spec, self._link = spec, link
+        self._engine = Engine(spec, self._tell_loading, load)
         self._wake = asyncio.Event()
         self._news = asyncio.Event()  # figures differ from those that were told
         self._stop = asyncio.Event()
         self._transfers_news = asyncio.Event()
         self._step_s, self._tokens = 0.0, 0
         self._log = structlog.get_logger()
-        self._runner: Runner
         self._sched: parts.AnyScheduler
-        self._manager: KVTransferManager | None = None
+        self._transfers: parts.Transfers | None = None
+        self._members = Members(spec, self._stop) if spec.config.parallel.tp > 1 else None
 
     async def run(self) -> None:
         """Until the supervisor says stop. Raises what the worker cannot go on with."""
-        async with asyncio.TaskGroup() as tasks:
-            life = [tasks.create_task(self._link.run()), tasks.create_task(self._listen())]
-            async with ClientSession() as session, asyncio.TaskGroup() as inner:
-                work = inner.create_task(self._work(session))
-                await self._stop.wait()
-                work.cancel()
-            for task in life:
-                task.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                life = [tasks.create_task(self._link.run()), tasks.create_task(self._listen())]
+                if self._members is not None:
+                    self._members.bind()
+                    life.append(tasks.create_task(self._members.run()))
+                async with ClientSession() as session, asyncio.TaskGroup() as inner:
+                    work = inner.create_task(self._work(session))
+                    await self._stop.wait()
+                    work.cancel()
+                for task in life:
+                    task.cancel()
+        finally:
+            if self._members is not None:
+                self._members.close()
 
     async def _work(self, session: ClientSession) -> None:
-        config = self._spec.config
-        model = ModelSpec.read(config.model.path, config.model.max_model_len)
-        self._runner = await self._in_device(self._load, config, self._progress)
-        memory = await self._in_device(self._make_memory, model.max_model_len)
-        self._sched = parts.scheduler(self._spec, self._runner, memory.blocks)
+        engine = self._engine
+        await engine.load()
+        memory, endpoint = engine.memory, ""
+        self._sched = parts.scheduler(self._spec, engine.runner, memory.blocks)
         async with asyncio.TaskGroup() as tasks:
-            endpoint = ""
             if self._spec.role != "hybrid":
-                endpoint = await self._open_transfers(memory, session, tasks)
+                endpoint = await self._open_transfers(session, tasks)
+            if self._members is not None:
+                await self._members.meet(engine)
             self._link.tell(
                 messages.Ready(
                     endpoint=endpoint,
                     process=this_process(),
                     layout=memory.layout,
                     blocks=memory.blocks,
-                    eos_token_ids=tuple(self._runner.eos_token_ids),
+                    eos_token_ids=tuple(engine.runner.eos_token_ids),
                 )
             )
             if self._spec.role == "prefill":
-                disagg = self._spec.disagg
-                client = parts.bootstrap(
-                    self._spec, session, disagg.bootstrap_host, disagg.bootstrap_port
+                lease = duties.stay_registered(
+                    self._spec, session, memory, endpoint, engine.max_len
                 )
-                said = parts.registration(self._spec, memory, endpoint, model.max_model_len)
-                tasks.create_task(self._stay_registered(client, said))
+                tasks.create_task(lease)
             telemetry.settle()
-            tasks.create_task(self._report())
+            tasks.create_task(duties.report(self._link.tell, self._stats, self._news))
             tasks.create_task(self._log_steps())
             tasks.create_task(self._steps())
 
-    def _make_memory(self, max_len: int) -> PoolMemory:
-        """In the device thread, for touching each page takes a while."""
-        config, layout = self._spec.config, self._runner.layout
-        blocks = pool_blocks(config.scheduler, layout, max_len, host_bytes())
-        self._progress("kv pool", 0, 1)
-        memory = PoolMemory(layout, blocks, config.transfer.slots)
-        self._runner.bind(memory.pool_view, blocks)
-        self._progress("kv pool", 1, 1)
-        return memory
-
-    async def _open_transfers(
-        self, memory: PoolMemory, session: ClientSession, tasks: asyncio.TaskGroup
-    ) -> str:
+    async def _open_transfers(self, session: ClientSession, tasks: asyncio.TaskGroup) -> str:
         """The endpoint that peers are told."""
-        self._manager = parts.transfers(self._spec, memory, session, self._transfers_news.set)
-        endpoint = await self._manager.start()
-        tasks.create_task(self._manager.run())
-        tasks.create_task(self._follow_transfers(self._manager))
+        wake = self._transfers_news.set
+        manager = parts.transfers(self._spec, self._engine.memory, session, wake)
+        endpoint = await manager.start()
+        tasks.create_task(manager.run())
+        self._transfers = manager
+        if self._members is not None:
+            size = self._spec.config.parallel.tp
+            self._transfers = GroupTransfers(manager, self._members, size, wake)
+        tasks.create_task(self._follow_transfers(self._transfers))
         return endpoint
-
-    async def _stay_registered(self, client: BootstrapClient, said: RegisterRank) -> None:
-        startup_s = self._spec.config.timeouts.startup_s
-        await keep_registered(client, said, startup_s, self._lease, time.monotonic)
-
-    def _lease(self, reason: str | None) -> None:
-        if reason is not None:
-            self._log.warning("lease_lost", reason=reason)
 
     # What is heard.
 
@@ -172,13 +150,13 @@ class Worker:
             output = Output(room=message.room, problem=problem, attempt=message.attempt)
             self._link.tell(Outputs(items=(output,)))
 
-    async def _follow_transfers(self, manager: KVTransferManager) -> NoReturn:
+    async def _follow_transfers(self, transfers: parts.Transfers) -> NoReturn:
         """A task of its own: the manager tells of events in the middle of its calls."""
         while True:
             await self._transfers_news.wait()
             self._transfers_news.clear()
             now = time.monotonic()
-            for event in manager.take_events():
+            for event in transfers.take_events():
                 self._sched.feed(event, now)
             self._moved()
 
@@ -201,7 +179,11 @@ class Worker:
                 await self._rest()
                 continue
             began = time.monotonic()
-            drawn = await self._in_device(self._runner.execute, plan.batch)
+            if self._members is not None:
+                await self._members.step(plan.batch)
+            drawn = await self._engine.run(self._engine.runner.execute, plan.batch)
+            if self._members is not None:
+                self._members.computed()
             now = time.monotonic()
             self._sched.commit(plan, drawn, now)
             self._carry_out()
@@ -230,33 +212,16 @@ class Worker:
                 case messages.AskPrefill():
                     self._link.tell(effect)
                 case _:
-                    assert self._manager is not None, "a hybrid scheduler transfers nothing"
-                    self._manager.do(effect)
+                    assert self._transfers is not None, "a hybrid scheduler transfers nothing"
+                    self._transfers.do(effect)
         if said:
             self._link.tell(Outputs(items=tuple(said)))
 
-    async def _in_device(self, call: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-        return await self._loop.run_in_executor(self._device, partial(call, *args, **more))
-
     # What is told.
 
-    def _progress(self, stage: str, done: int, total: int) -> None:
-        """Called in the device thread while the model loads."""
-        self._loop.call_soon_threadsafe(self._tell_loading, stage, done, total)
-
-    def _tell_loading(self, stage: str, done: int, total: int) -> None:
+    def _tell_loading(self, loading: messages.Loading) -> None:
         if not self._stop.is_set():  # the thread goes on to the end of what it does
-            self._link.tell(messages.Loading(stage=stage, done=done, total=total))
-
-    async def _report(self) -> NoReturn:
-        """Figures soon after something moved, and twice a second anyhow."""
-        while True:
-            self._news.clear()
-            self._link.tell(self._stats())
-            await asyncio.sleep(_STATS_LEAST_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STATS_S - _STATS_LEAST_S):
-                    await self._news.wait()
+            self._link.tell(loading)
 
     async def _log_steps(self) -> NoReturn:
         """A status line every so often while there is work."""
@@ -279,7 +244,7 @@ class Worker:
 
     def _stats(self) -> messages.Stats:
         own = self._sched.stats()
-        moved = self._manager.stats() if self._manager else None
+        moved = self._transfers.stats() if self._transfers else None
         return messages.Stats(
             running=own.running,
             queues=own.queues,
@@ -300,10 +265,10 @@ async def serve(spec: WorkerSpec) -> int:
     context = zmq.asyncio.Context()  # the link's own: what waits in it is sent before we end
     link: Link[ToWorker, FromWorker] = Link(context, messages.TO_WORKER, messages.FROM_WORKER)
     link.connect(spec.endpoint)
-    folder = Path(spec.endpoint.removeprefix("ipc://")).parent
-    asyncio.get_running_loop().add_reader(0, _orphaned, folder)
+    asyncio.get_running_loop().add_reader(0, _orphaned, spec.folder)
+    life = Follower(spec, link) if spec.rank.tp else Worker(spec, link)
     try:
-        await Worker(spec, link).run()
+        await life.run()
     except ExceptionGroup as group:  # the shell: whatever it was, it is told, and we end
         await _confess(link, first_of(group))
         return 1

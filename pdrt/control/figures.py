@@ -76,8 +76,8 @@ def worker_health(worker: Told) -> Json:
 
 
 def load_of(workers: Sequence[Told]) -> Json:
-    """The sums that the router balances by and `pdrt up` shows."""
-    stats = [worker.stats for worker in workers if worker.ready is not None]
+    """The sums that the router balances by and `pdrt up` shows; tp 0 counts for its group."""
+    stats = [worker.stats for worker in workers if worker.ready and not worker.rank.tp]
     return {
         "running": sum(s.running for s in stats),
         "waiting": sum(sum(s.queues.values()) for s in stats),

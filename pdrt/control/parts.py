@@ -14,6 +14,7 @@ from pdrt.control.heartbeat import Time
 from pdrt.control.lives import NodeState
 from pdrt.control.sides import Side
 from pdrt.control.worker_handle import Lost
+from pdrt.errors import PeerLost
 from pdrt.messages import FromWorker, Rank, Ready, ToWorker
 from pdrt.spawn import WorkerSpec
 
@@ -35,22 +36,39 @@ Hire: TypeAlias = Callable[[Rank, Callable[[str], WorkerSpec], Path, Heard, Time
 
 
 class Lane:
-    """A worker as the dispatcher sees it: what it is told, its role's side hears too."""
+    """A dp rank as the dispatcher sees it: tp 0 is told, and its role's side hears it too.
 
-    def __init__(self, handle: Handle, told: Callable[[Rank, ToWorker], None]) -> None:
-        self._handle, self._told = handle, told
+    The rank is there when all workers of its tensor-parallel group are.
+    """
+
+    def __init__(self, group: Sequence[Handle], told: Callable[[Rank, ToWorker], None]) -> None:
+        self._head, self._group, self._told = group[0], group, told
 
     @property
     def rank(self) -> Rank:
-        return self._handle.rank
+        return self._head.rank
 
     @property
     def ready(self) -> Ready | None:
-        return self._handle.ready
+        return self._head.ready if self._absent is None else None
 
     def tell(self, message: ToWorker) -> None:
-        self._handle.tell(message)
+        if (absent := self._absent) is not None:
+            raise PeerLost(f"worker {absent.rank} is {absent.state}, not ready")
+        self._head.tell(message)
         self._told(self.rank, message)
+
+    @property
+    def _absent(self) -> Handle | None:
+        return next((handle for handle in self._group if handle.ready is None), None)
+
+
+def lanes(handles: Sequence[Handle], told: Callable[[Rank, ToWorker], None]) -> list[Lane]:
+    """One for each dp rank, tp 0 first in each."""
+    groups: dict[int, list[Handle]] = {}
+    for handle in sorted(handles, key=lambda each: each.rank.tp):
+        groups.setdefault(handle.rank.dp, []).append(handle)
+    return [Lane(group, told) for group in groups.values()]
 
 
 @dataclass(slots=True)

@@ -24,6 +24,12 @@ class Shown:
         ready = [handle.ready for handle in self.parts.handles if handle.ready is not None]
         return min((r.blocks * r.layout.block_size for r in ready), default=0)
 
+    def _ready_ranks(self) -> list[int]:
+        """The dp ranks all of whose workers serve."""
+        handles = self.parts.handles
+        absent = {h.rank.dp for h in handles if h.ready is None}
+        return sorted({h.rank.dp for h in handles} - absent)
+
     def stalled_s(self) -> float:
         return self.clock() - self.parts.condition.turned_at
 
@@ -59,8 +65,8 @@ class Shown:
             "instance_epoch": parts.side.epoch,
             "bootstrap_host": bootstrap[0] if bootstrap else None,
             "bootstrap_port": bootstrap[1] if bootstrap else None,
-            "dp_size": len(parts.handles),
-            "ready_ranks": [h.rank.dp for h in parts.handles if h.ready is not None],
+            "dp_size": len({h.rank.dp for h in parts.handles}),
+            "ready_ranks": self._ready_ranks(),
             "max_model_len": self.max_model_len,
             "load": load_of(parts.handles),
             "rooms": parts.dispatcher.load().rooms,

@@ -92,7 +92,7 @@ class Supervisor(Actor[Mail]):
         self._dispatcher, self._condition = parts.dispatcher, parts.condition
         self._loop_delay = loop_delay
         self._log = structlog.get_logger()
-        self._told_loading: dict[int, tuple[str, int]] = {}  # by dp rank
+        self._told_loading: dict[str, tuple[str, int]] = {}  # by rank
         self._all_ended = asyncio.Event()
         self._group: asyncio.TaskGroup
         self._living: set[asyncio.Task[None]] = set()
@@ -170,17 +170,19 @@ class Supervisor(Actor[Mail]):
     def _tell_loading(self, handle: Handle, loading: messages.Loading) -> None:
         """A line for each new stage and each tenth of it."""
         tenth = loading.stage, 10 * loading.done // max(loading.total, 1)
-        if self._told_loading.get(handle.rank.dp) != tenth:
-            self._told_loading[handle.rank.dp] = tenth
+        rank = str(handle.rank)
+        if self._told_loading.get(rank) != tenth:
+            self._told_loading[rank] = tenth
             self._log.info(
                 "loading",
-                worker=str(handle.rank),
+                worker=rank,
                 stage=loading.stage,
                 done=loading.done,
                 total=loading.total,
             )
 
     def _lost(self, handle: Handle, lost: Lost) -> None:
+        """Of a tensor-parallel group the others end too, but its requests need not wait for that."""
         self._condition.faulted(self._wall())
         self._dispatcher.worker_lost(handle.rank.dp, lost.problem)
         self._parts.side.lost(handle.rank)
@@ -274,7 +276,7 @@ class Supervisor(Actor[Mail]):
 
     async def _prove(self) -> None:
         """Alone, nobody else finds out whether a request would succeed. Until one has."""
-        ranks = [handle.rank.dp for handle in self._parts.handles]
+        ranks = sorted({handle.rank.dp for handle in self._parts.handles})
         while self._condition.state is NodeState.READY and not self._condition.served_since_fault:
             if not (reason := await self_test(self._dispatcher, ranks)):
                 self._condition.served()

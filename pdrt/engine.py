@@ -1,0 +1,77 @@
+"""A worker's engine: the device thread, with the model's shard and the KV memory in it.
+
+Loading and computing block, so they have a thread of their own; the event loop goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Final, ParamSpec, Protocol, TypeVar
+
+from pdrt.config import NodeConfig
+from pdrt.data.memory import PoolMemory
+from pdrt.device.backends import Progress, open_runner
+from pdrt.device.batch import Runner
+from pdrt.device.poolsize import host_bytes, pool_blocks
+from pdrt.messages import Loading
+from pdrt.modelspec import ModelSpec
+from pdrt.spawn import WorkerSpec
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_MEET_S: Final = 60.0  # for the ranks of a group to come to a sum; the dead are noticed at once
+
+
+class Load(Protocol):
+    def __call__(self, config: NodeConfig, progress: Progress, rank: int, size: int) -> Runner:
+        """The shard of this tensor-parallel rank, still without a pool."""
+        ...
+
+
+class Engine:
+    """`load` first; `tell` hears of its progress, in the event loop."""
+
+    def __init__(
+        self, spec: WorkerSpec, tell: Callable[[Loading], None], load: Load = open_runner
+    ) -> None:
+        self._spec, self._tell, self._load = spec, tell, load
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._loop = asyncio.get_running_loop()
+        self.max_len = 0  # tokens that a sequence may have
+        self.runner: Runner
+        self.memory: PoolMemory
+
+    async def load(self) -> None:
+        """Raises ConfigError and what else the device does not like."""
+        config, rank = self._spec.config, self._spec.rank
+        self.max_len = ModelSpec.read(config.model.path, config.model.max_model_len).max_model_len
+        self.runner = await self.run(
+            self._load, config, self._progress, rank.tp, config.parallel.tp
+        )
+        self.memory = await self.run(self._make_memory)
+
+    def _make_memory(self) -> PoolMemory:
+        """In the device thread, for touching each page takes a while."""
+        config, layout = self._spec.config, self.runner.layout
+        blocks = pool_blocks(config.scheduler, layout, self.max_len, host_bytes())
+        self._progress("kv pool", 0, 1)
+        memory = PoolMemory(layout, blocks, config.transfer.slots)
+        self.runner.bind(memory.pool_view, blocks)
+        self._progress("kv pool", 1, 1)
+        return memory
+
+    async def join(self, rendezvous: Path) -> None:
+        """Meet the group's other ranks, all of which come now. Raises PeerLost."""
+        await self.run(self.runner.join, rendezvous, _MEET_S)
+
+    async def run(self, call: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+        """In the device thread, after what was given to it before."""
+        return await self._loop.run_in_executor(self._thread, partial(call, *args, **more))
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        """Called in the device thread."""
+        self._loop.call_soon_threadsafe(self._tell, Loading(stage=stage, done=done, total=total))

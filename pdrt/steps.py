@@ -1,0 +1,55 @@
+"""A batch as it travels from tp 0 to its followers: columns of integers, however many sequences.
+
+How tokens are drawn stays with tp 0; the followers learn only where one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, pairwise
+
+import numpy as np
+
+from pdrt.device.batch import ELSEWHERE, SeqStep
+from pdrt.errors import BadMessage
+from pdrt.messages import Step, pack_ids, unpack_ids
+
+
+def pack(number: int, batch: Sequence[SeqStep]) -> Step:
+    return Step(
+        number=number,
+        keys=np.asarray([step.key for step in batch], "<i8").tobytes(),
+        starts=pack_ids([step.start for step in batch]),
+        token_counts=pack_ids([len(step.tokens) for step in batch]),
+        block_counts=pack_ids([len(step.blocks) for step in batch]),
+        draws=pack_ids([step.draw is not None for step in batch]),
+        tokens=pack_ids(list(chain.from_iterable(step.tokens for step in batch))),
+        blocks=pack_ids(list(chain.from_iterable(step.blocks for step in batch))),
+    )
+
+
+def unpack(step: Step) -> list[SeqStep]:
+    """Raises BadMessage when the columns do not fit together."""
+    starts, draws = unpack_ids(step.starts), unpack_ids(step.draws)
+    tokens = _split(unpack_ids(step.tokens), unpack_ids(step.token_counts))
+    blocks = _split(unpack_ids(step.blocks), unpack_ids(step.block_counts))
+    if len(step.keys) != 8 * len(starts):
+        raise BadMessage(f"step {step.number}: {len(step.keys)} bytes of keys")
+    keys: list[int] = np.frombuffer(step.keys, "<i8").tolist()
+    try:
+        return [
+            SeqStep(key, own_tokens, start, own_blocks, ELSEWHERE if draw else None)
+            for key, start, draw, own_tokens, own_blocks in zip(
+                keys, starts, draws, tokens, blocks, strict=True
+            )
+        ]
+    except ValueError as error:
+        raise BadMessage(f"step {step.number}: its columns differ in length") from error
+
+
+def _split(values: list[int], counts: list[int]) -> list[list[int]]:
+    """The values, so many for each."""
+    ends = [0, *np.cumsum(counts).tolist()]
+    if ends[-1] != len(values) or min(counts, default=0) < 0:
+        raise BadMessage(f"{len(values)} values for {ends[-1]} places")
+    return [values[begin:end] for begin, end in pairwise(ends)]
