@@ -118,7 +118,7 @@ async def test_faults_by_chance_follow_their_seed() -> None:
         plain = bench("shm")
         chances = FaultSection(truncate=0.3, stall=0.3, seed=7)
         transport = FaultyTransport(plain.transport, chances)
-        rig = Bench(transport, plain.source, plain.peers)
+        rig = Bench(transport, plain.source, plain.peers, plain.targets)
         reader = asyncio.create_task(rig.read())
         await rig.attach_all()
         for number in range(20):

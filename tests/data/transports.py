@@ -1,43 +1,111 @@
-"""Makers of transports for the contract suite, with the memory on both sides in view."""
+"""Makers of transports for the contract suite, with the memory on both sides in view.
+
+A transport joins the suite with one line in MAKERS: how it is made over a memory. The same
+maker serves the writing side and each peer's side.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TypeAlias
 
 import numpy as np
+import pytest
+from _pytest.mark import ParameterSet
 
 from pdrt.config import FaultSection
-from pdrt.data.memory import PoolMemory
+from pdrt.data.memory import HostMemory, PoolMemory
 from pdrt.data.process import this_process
 from pdrt.data.transport.faulty import FaultyTransport
-from pdrt.data.transport.promise import Ended, Peer, SlotWrite, Transport, Write
+from pdrt.data.transport.promise import Ended, Key, Peer, SlotWrite, Transport, Write
 from pdrt.data.transport.shm import AT_ONCE, ShmTransport
 from pdrt.messages import KvLayout
 
 LAYOUT = KvLayout(block_size=16, dtype="uint8", layers=8, kv_heads=2, head_dim=8)
 BLOCKS = 64
+SLOTS = 4
+KEY: Key = (7, 1)  # admitted at every target, for all of its memory
+
+Make: TypeAlias = Callable[[HostMemory], Transport]
+
+
+@dataclass(frozen=True)
+class Maker:
+    """How a transport is made, on the running loop; `needs` is a package that it cannot do without.
+
+    `target` makes the peers' side where that differs.
+    """
+
+    make: Make
+    target: Make | None = None
+    needs: str = ""
+
+    def is_missing(self) -> bool:
+        return bool(self.needs) and find_spec(self.needs) is None
+
+
+def _shm(at_once: int = 0) -> Make:  # 0: all writes go through the threads
+    return lambda memory: ShmTransport(memory, threads=2, at_once=at_once)
+
+
+def _shm_target(memory: HostMemory) -> Transport:
+    return ShmTransport(memory, threads=0)  # it is only written to
+
+
+def _faulty(make: Make, faults: FaultSection | None = None) -> Make:
+    return lambda memory: FaultyTransport(make(memory), faults)
+
+
+MAKERS: dict[str, Maker] = {
+    "shm": Maker(_shm(), _shm_target),
+    "at once": Maker(_shm(AT_ONCE), _shm_target),
+    "faulty": Maker(_faulty(_shm()), _shm_target),
+    "delayed": Maker(_faulty(_shm(), FaultSection(delay=0.5, delay_s=0.002)), _shm_target),
+}
+
+
+def names() -> list[ParameterSet]:
+    """All of MAKERS as a test's parameters; those that cannot run here are skipped, with why."""
+    return [
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(maker.is_missing(), reason=f"needs {maker.needs}"),
+        )
+        for name, maker in MAKERS.items()
+    ]
 
 
 @dataclass
 class Bench:
-    """A writing rank, two decode ranks' memories, and all ends that were told."""
+    """A writing rank, two decode ranks' memories and transports, and all ends that were told."""
 
     transport: Transport
     source: PoolMemory
     peers: dict[str, PoolMemory]
+    targets: dict[str, Transport] = field(default_factory=dict)
     ends: list[Ended] = field(default_factory=list)
     _told: asyncio.Event = field(default_factory=asyncio.Event)
 
     def write(
-        self, number: int, peer: str, blocks: Sequence[int], slot: bytes | None = None
+        self,
+        number: int,
+        peer: str,
+        blocks: Sequence[int],
+        slot: bytes | None = None,
+        key: Key | None = KEY,
     ) -> Write:
         """Copies each block to the one with the same number."""
         size, at = LAYOUT.block_bytes, self.source.pool_at
-        runs = [(at + b * size, self.peers[peer].pool_at + b * size, size) for b in blocks]
-        array = np.array(runs, dtype=np.int64).reshape(-1, 3)
-        return Write(number, peer, array, SlotWrite(0, slot) if slot else None)
+        target_at = self.peers["a"].pool_at  # all peers' memories have one shape
+        array = np.empty((len(blocks), 3), dtype=np.int64)
+        array[:, 0] = array[:, 1] = np.array(blocks, dtype=np.int64) * size
+        array += [at, target_at, 0]
+        array[:, 2] = size
+        return Write(number, peer, array, SlotWrite(0, slot) if slot else None, key)
 
     def block(self, peer: str, block: int) -> bytes:
         size = LAYOUT.block_bytes
@@ -47,13 +115,17 @@ class Bench:
         size = LAYOUT.block_bytes
         return bytes(self.source.pool_view[block * size : (block + 1) * size])
 
+    def admit_all(self, key: Key = KEY) -> None:
+        for name, target in self.targets.items():
+            target.admit(key, everywhere(self.peers[name]))
+
     async def attach_all(self) -> None:
         for name in self.peers:
             await self.transport.attach(self.peer(name))
 
     def peer(self, name: str) -> Peer:
         memory = self.peers[name]
-        return Peer(name, this_process(), memory.region({"shm": memory.handle()}))
+        return Peer(name, this_process(), memory.region(self.targets[name].offers))
 
     async def read(self) -> None:
         async for end in self.transport.ends():
@@ -67,19 +139,58 @@ class Bench:
             await self._told.wait()
         return self.ends
 
+    async def settle(self, peer: str) -> None:
+        """Write to the peer's last block until whatever was on its way must have arrived."""
+        for number in range(1 << 40, (1 << 40) + 8):
+            self.transport.start(self.write(number, peer, [BLOCKS - 1] * 64))
+            while all(end.id != number for end in self.ends):
+                self._told.clear()
+                await self._told.wait()
+        self.ends[:] = [end for end in self.ends if end.id < 1 << 40]
+
     def forget(self) -> None:
         self.source.close()
         for memory in self.peers.values():
             memory.close()
 
 
-def bench(make: str) -> Bench:
+def everywhere(memory: HostMemory) -> np.typing.NDArray[np.int64]:
+    return np.array([[0, memory.size]], dtype=np.int64)
+
+
+def pool() -> PoolMemory:
+    """What every peer of the suite has."""
+    return PoolMemory(LAYOUT, BLOCKS, SLOTS)
+
+
+def target(name: str, memory: HostMemory) -> Transport:
+    """A peer's side of the named transport."""
+    maker = MAKERS[name]
+    return (maker.target or maker.make)(memory)
+
+
+def bench(name: str) -> Bench:
+    """To be closed by its user: the transport, the targets, then `forget`. Or see `opened`."""
     source = PoolMemory(LAYOUT, BLOCKS, 1)
     source.array[:] = np.arange(source.size) % 251 + 1
-    peers = {name: PoolMemory(LAYOUT, BLOCKS, 4) for name in ("a", "b")}
-    at_once = AT_ONCE if make == "at once" else 0  # else all writes go through the threads
-    transport: Transport = ShmTransport(source, threads=2, at_once=at_once)
-    if make in ("faulty", "delayed"):
-        chances = FaultSection(delay=0.5, delay_s=0.002) if make == "delayed" else FaultSection()
-        transport = FaultyTransport(transport, chances)
-    return Bench(transport, source, peers)
+    peers = {peer: pool() for peer in ("a", "b")}
+    targets = {peer: target(name, memory) for peer, memory in peers.items()}
+    rig = Bench(MAKERS[name].make(source), source, peers, targets)
+    rig.admit_all()
+    return rig
+
+
+@asynccontextmanager
+async def opened(name: str) -> AsyncIterator[Bench]:
+    """A bench whose peers are attached and whose ends are read; all is closed afterwards."""
+    rig = bench(name)
+    reader = asyncio.create_task(rig.read())
+    try:
+        await rig.attach_all()
+        yield rig
+    finally:
+        await rig.transport.close()
+        await reader  # the stream of ends ends with the transport
+        for one in rig.targets.values():
+            await one.close()
+        rig.forget()
