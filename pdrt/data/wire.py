@@ -41,8 +41,8 @@ class Wire:
         self._push: dict[str, zmq.Socket[bytes]] = {}
         self.endpoint = ""
 
-    def start(self) -> str:
-        """Listen on a free port of the local address. Raises ConfigError."""
+    def start(self, port: int = 0) -> str:
+        """Listen on this port of the local address, or on a free one. Raises ConfigError."""
         self._zap.linger = 0
         self._zap.bind(_ZAP)
         pull = self._pull
@@ -53,7 +53,10 @@ class Wire:
         pull.rcvhwm = _DEPTH
         host = bracketed(self._local_ip)
         try:
-            port = pull.bind_to_random_port(f"tcp://{host}")
+            if port:
+                pull.bind(f"tcp://{host}:{port}")
+            else:
+                port = pull.bind_to_random_port(f"tcp://{host}")
         except zmq.ZMQError as error:
             raise ConfigError(f"local_ip = {self._local_ip!r}: {error}") from error
         self.endpoint = f"tcp://{host}:{port}"
