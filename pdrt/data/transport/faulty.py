@@ -5,22 +5,32 @@ What each fault does to a write, and what stays of the promise that it ends exac
 * delay: held back, by chance for up to `delay_s`; on command until `release`. Ends once.
 * stall: held back until it is aborted, its peer is lost, or the transport closes. Ends once.
 * reorder: held back until a later write has ended, or like a stall. Ends once.
-* truncate: only the first half of its runs is copied and its slot is not, yet it ends well.
-* corrupt: one byte of its slot is changed on the way. Without a slot: nothing. Ends once.
+* truncate: only the first half of its bytes is copied and its slot is not, yet it ends well.
+* corrupt: the halves of one run change places on the way, or one byte of its slot is changed;
+  which of them is a matter of chance. Ends once, and well.
 * drop: everything is copied; the end is kept back until abort, peer loss or close. Ends once.
 * duplicate: the end is told twice. Only this one breaks the promise: managers must bear it.
+* kill: the process ends itself (SIGKILL) when the write has begun; half of it may be copied.
+
+All are made of writes that the inner transport carries, so every transport can have them. A
+probe (a write without a key) is left alone: a way that was found good is what faults befall.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from enum import StrEnum
 from random import Random
 
+import numpy as np
+
 from pdrt.config import FaultSection
+from pdrt.data.layout import Runs
 from pdrt.data.transport.promise import (
     Areas,
     Ended,
@@ -30,6 +40,7 @@ from pdrt.data.transport.promise import (
     Transport,
     Write,
 )
+from pdrt.data.transport.relay import Relay
 
 
 class Fault(StrEnum):
@@ -40,15 +51,26 @@ class Fault(StrEnum):
     CORRUPT = "corrupt"
     DROP = "drop"
     DUPLICATE = "duplicate"
+    KILL = "kill"
+
+
+def kill_ourselves() -> None:
+    """No handler, no farewell: what a crash is to everybody else."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FaultyTransport:
     """Wraps `inner`; faults on command (`next_writes`) come before those by chance."""
 
-    def __init__(self, inner: Transport, faults: FaultSection | None = None) -> None:
-        self._inner = inner
+    def __init__(
+        self,
+        inner: Transport,
+        faults: FaultSection | None = None,
+        kill: Callable[[], None] = kill_ourselves,
+    ) -> None:
+        self._inner, self._kill = inner, kill
         faults = faults or FaultSection()
-        self._chances = _chances(faults)
+        self._chances = {fault: float(getattr(faults, fault)) for fault in Fault}
         self._delay_s = faults.delay_s
         self._random = Random(faults.seed)
         self._loop = asyncio.get_running_loop()
@@ -59,8 +81,8 @@ class FaultyTransport:
         self._doubling: set[int] = set()
         self._kept: dict[int, Ended] = {}  # ended, but not told
         self._peers: dict[int, str] = {}
-        self._own: asyncio.Queue[Ended | None] = asyncio.Queue()
-        self._pump = self._loop.create_task(self._read())  # until the inner stream ends
+        self._relay = Relay(inner, self._heard)
+        self._is_closed = False
 
     def next_writes(self, *faults: Fault | None) -> None:
         """What befalls the next writes, one each; None: nothing."""
@@ -114,53 +136,58 @@ class FaultyTransport:
         self._inner.abort(write)
 
     def start(self, write: Write) -> None:
+        if write.key is None or self._is_closed:
+            self._inner.start(write)
+            return
         fault = self._commands.popleft() if self._commands else self._by_chance(write.id)
         self._peers[write.id] = write.peer
         match fault:
             case Fault.DELAY | Fault.STALL | Fault.REORDER:
-                self._held[write.id] = write
-                if fault is Fault.REORDER:
-                    self._reordered.add(write.id)
-                return
+                self._hold(write, fault)
             case Fault.TRUNCATE:
-                write = replace(write, runs=write.runs[: len(write.runs) // 2], slot=None)
-            case Fault.CORRUPT if write.slot:
-                write = replace(write, slot=_corrupted(write.slot))
-            case Fault.DROP:
-                self._dropping.add(write.id)
-            case Fault.DUPLICATE:
-                self._doubling.add(write.id)
-            case _:
-                pass
-        self._inner.start(write)
+                self._inner.start(truncated(write))
+            case Fault.CORRUPT:
+                self._inner.start(self._corrupted(write))
+            case Fault.KILL:
+                self._inner.start(truncated(write))
+                self._kill()
+            case Fault.DROP | Fault.DUPLICATE:
+                (self._dropping if fault is Fault.DROP else self._doubling).add(write.id)
+                self._inner.start(write)
+            case None:
+                self._inner.start(write)
+
+    def _hold(self, write: Write, fault: Fault) -> None:
+        self._held[write.id] = write
+        if fault is Fault.REORDER:
+            self._reordered.add(write.id)
 
     async def ends(self) -> AsyncIterator[Ended]:
-        while (end := await self._own.get()) is not None:
+        async for end in self._relay.ends():
             yield end
 
     async def close(self) -> None:
+        self._is_closed = True
         for write in list(self._peers):
             self._give_up(write, "the transport is closed")
         await self._inner.close()
-        await self._pump
+        await self._relay.finished()
 
-    async def _read(self) -> None:
-        async for end in self._inner.ends():
-            if end.id in self._dropping:
-                self._dropping.discard(end.id)
-                self._kept[end.id] = end
-                continue
+    def _heard(self, end: Ended) -> None:
+        if end.id in self._dropping:
+            self._dropping.discard(end.id)
+            self._kept[end.id] = end
+            return
+        self._tell(end)
+        if end.id in self._doubling:
+            self._doubling.discard(end.id)
             self._tell(end)
-            if end.id in self._doubling:
-                self._doubling.discard(end.id)
-                self._tell(end)
-            for write in [w for w in self._reordered if w != end.id]:
-                self.release(write)
-        self._own.put_nowait(None)
+        for write in [w for w in self._reordered if w != end.id]:
+            self.release(write)
 
     def _tell(self, end: Ended) -> None:
         self._peers.pop(end.id, None)
-        self._own.put_nowait(end)
+        self._relay.tell(end)
 
     def _give_up(self, write: int, reason: str) -> None:
         """What was held back ends without having begun; what was kept back is told."""
@@ -180,18 +207,34 @@ class FaultyTransport:
                 return fault
         return None
 
-
-def _chances(faults: FaultSection) -> dict[Fault, float]:
-    return {
-        Fault.DELAY: faults.delay,
-        Fault.STALL: faults.stall,
-        Fault.REORDER: faults.reorder,
-        Fault.TRUNCATE: faults.truncate,
-        Fault.CORRUPT: faults.corrupt,
-        Fault.DROP: faults.drop,
-        Fault.DUPLICATE: faults.duplicate,
-    }
+    def _corrupted(self, write: Write) -> Write:
+        """With a run or the slot not as it should be; what has neither cannot be spoilt."""
+        runs = [n for n, (_, _, length) in enumerate(write.runs.tolist()) if length > 1]
+        places = [*runs, None] if write.slot else runs
+        place = self._random.choice(places) if places else None
+        if place is not None:
+            return replace(write, runs=halves_exchanged(write.runs, place))
+        return replace(write, slot=_spoilt(write.slot)) if write.slot else write
 
 
-def _corrupted(slot: SlotWrite) -> SlotWrite:
+def truncated(write: Write) -> Write:
+    """The first half of its bytes, and no slot."""
+    if not len(write.runs):
+        return replace(write, slot=None)
+    ends = np.cumsum(write.runs[:, 2])
+    left = int(ends[-1]) // 2
+    kept = write.runs[: int(np.searchsorted(ends, left)) + 1].copy()
+    kept[-1, 2] -= int(ends[len(kept) - 1]) - left
+    return replace(write, runs=kept[kept[:, 2] > 0], slot=None)
+
+
+def halves_exchanged(runs: Runs, place: int) -> Runs:
+    """One run's bytes from its middle on, then those before it: no memory needs to be touched."""
+    src, dst, length = runs[place].tolist()
+    half = length // 2
+    turned = [[src + half, dst, length - half], [src, dst + length - half, half]]
+    return np.concatenate((runs[:place], np.array(turned, dtype=np.int64), runs[place + 1 :]))
+
+
+def _spoilt(slot: SlotWrite) -> SlotWrite:
     return SlotWrite(slot.at, bytes([slot.data[0] ^ 1]) + slot.data[1:])
