@@ -142,6 +142,12 @@ class TransferSection(Section):
     mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
     faults: FaultSection | None = None
 
+    @model_validator(mode="after")
+    def _names_each_network_once(self) -> Self:
+        if len(set(self.network)) < len(self.network):
+            raise ValueError(f"network: a transport stands twice in {', '.join(self.network)}")
+        return self
+
 
 class TimeoutsSection(Section):
     request_s: Duration = 600.0
@@ -153,6 +159,7 @@ class TimeoutsSection(Section):
     drain_s: Duration = 30.0
     quarantine_grace_s: Duration = 30.0
     connect_s: Duration = 2.0
+    attach_s: Duration = 10.0
 
     @model_validator(mode="after")
     def _answers_come_before_the_next_ping(self) -> Self:

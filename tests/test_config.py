@@ -79,6 +79,9 @@ WRONG_NODE: list[tuple[str, list[str]]] = [
     ("[ports]\nprefill = 65536", ["[ports] prefill = 65536", "less than or equal to 65535"]),
     ("[transfer.faults]\ndelay = 2", ["[transfer.faults] delay = 2", "less than or equal to 1"]),
     ("[transfer.faults]\ndealy = 1", ["[transfer.faults] dealy: unknown key", "delay"]),
+    ("[transfer]\ntransport = 'rdma'", ["[transfer] transport = 'rdma'", "'nixl'", "'memfabric'"]),
+    ("[transfer]\nnetwork = ['shm']", ["[transfer] network.0 = 'shm'", "'tcp', 'nixl'"]),
+    ("[transfer]\nnetwork = ['tcp', 'tcp']", ["[transfer]", "twice in tcp, tcp"]),
     ("[parallel]\ntp = 2", ["[parallel]", "tp x cp x dp = 2 x 1 x 1 = 2", "world_size = 1"]),
     (
         "[parallel]\nworld_size = 4\ndp = 4\ndevices_per_node = 3",

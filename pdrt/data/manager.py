@@ -32,11 +32,13 @@ from pdrt.data.events import TransferEvent
 from pdrt.data.limits import Limits, Patience
 from pdrt.data.memory import PoolMemory
 from pdrt.data.metadata import MetadataBufferPool
+from pdrt.data.probe import Prober, Way, is_signed, reach_ourselves, signature
 from pdrt.data.process import DeathWatch, this_process
 from pdrt.data.receivers import Receivers, Receiving
 from pdrt.data.senders import Senders, Sending
 from pdrt.data.transfer import Receiver, Sender
 from pdrt.data.transport.promise import Peer, Transport
+from pdrt.data.ways import Ways, no_way, nothing_came
 from pdrt.data.wire import Wire
 from pdrt.errors import BadMessage, PdrtError, PeerLost, Unavailable
 from pdrt.keys import ClusterKey
@@ -44,6 +46,8 @@ from pdrt.messages import (
     FROM_DECODE,
     FROM_PREFILL,
     Attach,
+    Attached,
+    FromPrefill,
     KvLayout,
     Problem,
     Process,
@@ -70,6 +74,7 @@ class TransferStats:
     peers: dict[str, str]
     quarantined: int  # attempts that are over, whose memory may still be written
     counters: dict[str, float] = field(default_factory=dict)
+    ways: dict[str, str] = field(default_factory=dict)  # peer -> transport and GB/s
 
 
 @dataclass(kw_only=True)
@@ -106,6 +111,9 @@ class KVTransferManager:
         self._reported_long = 0
         self.prefill_info_table: dict[tuple[str, int], Route] = {}
         self._asking: dict[tuple[str, int], list[out.FindRoute]] = {}
+        self._prober = Prober(self.transport, self.memory, self.clock, self.timeouts.attach_s)
+        self._session = secrets.token_hex(8)
+        self._ways = Ways()
         self._senders: Senders | None = None
         self._receivers: Receivers | None = None
 
@@ -129,12 +137,17 @@ class KVTransferManager:
 
     def _attach(self, endpoint: str) -> Attach:
         return Attach(
-            session=secrets.token_hex(8),
+            session=self._session,
             endpoint=endpoint,
             process=self._process,
             layout=self.layout,
             region=self.memory.region(self.transport.offers),
         )
+
+    async def try_transports(self) -> None:
+        """Write to ourselves through each, while `run` runs. Raises ConfigError."""
+        for way in await reach_ourselves(self._prober, self.transport, self.memory):
+            _log.info("transport_ready", transport=way.transport, gb_per_s=way.rounded)
 
     async def run(self) -> None:
         """Serve until cancelled. Raises when the control socket or a transport thread fails."""
@@ -198,11 +211,13 @@ class KVTransferManager:
         counters = self._counters + desk.counters
         counters["slots_stale"] = self._slots.stale
         counters["slots_corrupt"] = self._slots.corrupt
+        peers = desk.health()
         return TransferStats(
             rooms=len(desk.rooms),
-            peers=desk.health(),
+            peers=peers,
             quarantined=desk.quarantined,
             counters=dict(counters),
+            ways=self._ways.told(peers),
         )
 
     # Inside.
@@ -234,14 +249,14 @@ class KVTransferManager:
             if self._senders:
                 self._senders.receive(decode(FROM_DECODE, frame), now, wall)
             else:
-                self._receiving.receive(decode(FROM_PREFILL, frame), now)
+                self._receiving.receive(self._proven(decode(FROM_PREFILL, frame)), now)
         except BadMessage:
             self._counters["dropped_bad_message"] += 1
         self._carry_out()
 
     async def _follow_writes(self) -> None:
         async for end in self.transport.ends():
-            if self._senders:
+            if not self._prober.ended(end) and self._senders:
                 self._senders.write_ended(end, self.clock())
                 self._carry_out()
         raise PeerLost(f"the transport {self.transport.name} has ended")
@@ -299,6 +314,7 @@ class KVTransferManager:
                 group.create_task(self._attach_peer(peer))
             case out.DetachPeer(peer):
                 self.transport.detach(peer)
+                self._ways.forget(peer)
             case out.FindRoute():
                 self._find_route(effect, group)
             case out.ForgetRoute(host, port):
@@ -307,13 +323,34 @@ class KVTransferManager:
                 assert_never(effect)
 
     async def _attach_peer(self, peer: Peer) -> None:
+        sessions = self._sending.sessions
         try:
-            await self.transport.attach(peer)
+            way = await self._prober.reach(peer, signature(peer.name, self._process))
         except PdrtError as error:
-            self._sending.sessions.not_attached(peer.name, Problem.of(error, "attach"))
+            session = sessions.get(peer.name)
+            there = f"{peer.name} at {session.endpoint if session else 'nowhere any more'}"
+            here = f"{self.rank} at {self._wire.endpoint}"
+            sessions.not_attached(peer.name, no_way(here, there, error, self.transport.offers))
         else:
-            self._sending.sessions.attached(peer.name)
+            if session := sessions.get(peer.name):
+                self._ways.know(peer.name, session.endpoint, way)
+                sessions.attached(peer.name, way.transport, way.gb_per_s)
+            else:  # it died meanwhile
+                self.transport.detach(peer.name)
         self._carry_out()
+
+    def _proven(self, message: FromPrefill) -> FromPrefill:
+        """An Attached counts when the bytes that it speaks of are here."""
+        if not isinstance(message, Attached) or message.session != self._session:
+            return message
+        for peer in self._receiving.peers.by_process(message.process):
+            if self._ways.is_known(peer.name):
+                continue  # said again
+            if not is_signed(self.memory, signature(self._session, message.process)):
+                return nothing_came(message, peer.endpoint, self._wire.endpoint)
+            way = Way(message.transport, message.gb_per_s)
+            self._ways.know(peer.name, peer.endpoint, way)
+        return message
 
     def _find_route(self, wish: out.FindRoute, group: asyncio.TaskGroup) -> None:
         """Each bootstrap server is asked once, however many requests wait for its answer."""
