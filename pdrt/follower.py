@@ -78,6 +78,7 @@ class Follower:
                 self._manager = parts.transfers(self._spec, memory, session, wake)
                 endpoint = await self._manager.start()
                 tasks.create_task(self._manager.run())
+                await self._manager.try_transports()
                 tasks.create_task(self._tell_events(self._manager))
             process, layout, blocks = this_process(), memory.layout, memory.blocks
             self._head.tell(messages.Hello(process=process, layout=layout, blocks=blocks))

@@ -112,6 +112,7 @@ class Worker:
         manager = parts.transfers(self._spec, self._engine.memory, session, wake)
         endpoint = await manager.start()
         tasks.create_task(manager.run())
+        await manager.try_transports()
         self._transfers = manager
         if self._members is not None:
             size = self._spec.config.parallel.tp
