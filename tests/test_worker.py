@@ -78,7 +78,7 @@ class HeldDevice:
         self.runner = NullRunner(16)
         self.layout, self.eos_token_ids = self.runner.layout, self.runner.eos_token_ids
 
-    def load(self, _config: NodeConfig, progress: Progress) -> Runner:
+    def load(self, _config: NodeConfig, progress: Progress, _rank: int, _size: int) -> Runner:
         progress("weights", 0, 1)
         self.loads.set()
         self.may_load.wait()
@@ -87,6 +87,9 @@ class HeldDevice:
 
     def bind(self, pool: memoryview, blocks: int) -> None:
         self.runner.bind(pool, blocks)
+
+    def join(self, rendezvous: Path, timeout_s: float) -> None:
+        raise AssertionError("it is alone")
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
         self.may_step.wait()

@@ -13,7 +13,7 @@ import pytest
 from pdrt.config import Role, TimeoutsSection
 from pdrt.control.dispatch import DPDispatcher, Stream
 from pdrt.control.heartbeat import Time, Watched
-from pdrt.control.parts import Condition, Handle, Lane, Parts
+from pdrt.control.parts import Condition, Handle, Lane, Parts, lanes
 from pdrt.control.shown import Shown
 from pdrt.control.supervisor import DrainWanted, Mail, Said, Signalled, Supervisor
 from pdrt.control.worker_handle import Lost
@@ -93,9 +93,7 @@ class Rig:
             raise AssertionError
 
         self.workers = [FakeWorker(Rank(dp=n), unused, Path(), self.heard, time) for n in range(dp)]
-        dispatcher = DPDispatcher(
-            [Lane(worker, self.side.told) for worker in self.workers], self.time.clock
-        )
+        dispatcher = DPDispatcher(lanes(self.workers, self.side.told), self.time.clock)
         self.parts = Parts(role, self.side, self.workers, dispatcher, Condition())
         self.supervisor = Supervisor(self.parts, TIMEOUTS, time, lambda: WALL)
         self.shown = Shown(self.parts, "m", 100, self.time.clock)
@@ -368,7 +366,7 @@ async def test_the_side_hears_of_what_workers_are_told_and_of_each_end() -> None
         assert rig.side.over == [(7, -1)]
         rig.workers[0].ready = None
         with pytest.raises(PeerLost):
-            Lane(rig.workers[0], rig.side.told).tell(Drain())
+            Lane(rig.workers, rig.side.told).tell(Drain())
         assert len(rig.side.heard) == 1  # what was not told is not heard
 
 

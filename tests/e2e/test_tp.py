@@ -1,0 +1,108 @@
+"""Tensor-parallel groups on both sides: one rank's answers, and one death ends and heals a group."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.cluster import Answer, Cluster, Tables
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+TWO: Tables = {"parallel": {"world_size": 2, "tp": 2, "devices_per_node": 2}}
+SETTINGS: Tables = {
+    "device": {"kind": "null", "step_ms": 30},
+    "scheduler": {"max_prefill_tokens": 32, "kv_memory": 1 << 20},
+}
+PROMPT = list(range(256)) * 2  # 16 chunks: half a second of prefill
+TOKENS = 16  # half a second of decode
+TYPED = {"peer_lost", "no_prefill", "no_decode", "unavailable", "transfer_failed"}
+BOUND_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("tp")
+    pair = {"prefill": TWO, "decode": TWO}
+    cluster = Cluster.make(folder, 1, 1, 0, SETTINGS, per_role=pair)
+    cluster.add_node("alone", "hybrid", SETTINGS)
+    cluster.add_node("hybrid0", "hybrid", SETTINGS, TWO)
+    cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+async def request(cluster: Cluster, prompt: list[int], node: str = "") -> Answer:
+    url = cluster.nodes[node].url if node else None
+    sampling = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    return await cluster.post("/generate", {"prompt": prompt, "sampling_params": sampling}, url)
+
+
+async def test_groups_answer_as_one_rank_does_with_and_without_a_transfer(
+    cluster: Cluster,
+) -> None:
+    prompts = [[i, 7, 2 * i, 99] * (5 * i + 1) for i in range(8)]
+    want = await asyncio.gather(*(request(cluster, p, "alone") for p in prompts))
+    got = await asyncio.gather(*(request(cluster, p) for p in prompts))
+    local = await asyncio.gather(*(request(cluster, p, "hybrid0") for p in prompts))
+    for one, pair, group in zip(want, got, local, strict=True):
+        assert pair.headers["x-pd-path"] == "disagg"
+        assert pair.ids == group.ids == one.ids
+    for name in ("prefill0", "decode0", "hybrid0"):
+        status = await cluster.status(name)
+        assert [w["rank"] for w in status["workers"]] == ["0,0,0", "0,0,1"]
+        assert (status["dp_size"], status["ready_ranks"]) == (1, [0])
+    await cluster.until_baseline()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("tp", [1, 0])
+@pytest.mark.parametrize("name", ["decode0", "prefill0"])
+async def test_a_rank_that_dies_or_stands_still_costs_its_group_once(
+    cluster: Cluster, name: str, tp: int, how: signal.Signals
+) -> None:
+    """CASES 33: typed errors within 2 s, the rank is named, the group comes back by itself."""
+    want = (await request(cluster, PROMPT, "alone")).ids
+    before = await lives(cluster, name)
+    pending = asyncio.create_task(request(cluster, PROMPT))
+    await cluster.until(lambda: is_running(cluster, name), f"{name} computes")
+    os.kill(await cluster.worker_pid(name, tp), how)
+    struck = time.monotonic()
+    answer = await pending
+    took = time.monotonic() - struck
+    if answer.status == 200:
+        assert answer.ids == want
+    else:
+        assert answer.code in TYPED, answer.body
+        assert took < BOUND_S + 0.5 * (how is signal.SIGSTOP), answer.body
+    await cluster.until(lambda: has_new_lives(cluster, name, before), "all ranks live anew", 15)
+    await cluster.until(lambda: serves(cluster, want), "it serves again", 15)
+    await cluster.until_baseline()
+
+
+async def is_running(cluster: Cluster, name: str) -> bool:
+    return (await cluster.figures(name))["running"] > 0
+
+
+async def lives(cluster: Cluster, name: str) -> list[int]:
+    return [worker["lives"] for worker in (await cluster.status(name))["workers"]]
+
+
+async def has_new_lives(cluster: Cluster, name: str, before: list[int]) -> bool:
+    status = await cluster.status(name)
+    now = [worker["lives"] for worker in status["workers"]]
+    return status["ready_ranks"] == [0] and all(n > b for n, b in zip(now, before, strict=True))
+
+
+async def serves(cluster: Cluster, want: list[int]) -> bool:
+    answer = await request(cluster, PROMPT)
+    if answer.status != 200:
+        assert answer.code in TYPED, answer.body
+        await asyncio.sleep(0.1)
+        return False
+    assert answer.ids == want
+    return True
