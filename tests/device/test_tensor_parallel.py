@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,6 @@ import torch
 from pdrt.config import NodeConfig
 from pdrt.device.backends import open_runner
 from pdrt.device.batch import Drawn, Runner, SeqStep
-from pdrt.errors import ConfigError
 from pdrt.messages import KvLayout, Sampling
 from tests.device import ranks, tiny
 from tests.device.loop import GREEDY, Loop
@@ -34,8 +32,10 @@ def opened(model: str, rank: int = 0, size: int = 1, dtype: str = "float32") -> 
     return open_runner(config, quiet, rank, size)
 
 
-def as_rank(place: Place, model: str, batches: Sequence[Sequence[SeqStep]]) -> Replayed:
-    return ranks.replay(opened(model, place.rank, place.size), place, batches, BLOCKS)
+def as_rank(
+    place: Place, model: str, batches: Sequence[Sequence[SeqStep]], dtype: str = "float32"
+) -> Replayed:
+    return ranks.replay(opened(model, place.rank, place.size, dtype), place, batches, BLOCKS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,9 +80,10 @@ class Alone:
         self.pool = bytes(loop.memory)
 
 
-def heads(pool: bytes, layout: KvLayout) -> npt.NDArray[np.float32] | npt.NDArray[np.uint8]:
+def heads(pool: bytes, layout: KvLayout) -> npt.NDArray[np.float32 | np.uint8]:
     """[blocks, kv heads, the head's part of a block]"""
-    flat = np.frombuffer(pool, np.uint8 if layout.dtype == "uint8" else np.float32)
+    dtype = np.uint8 if layout.dtype == "uint8" else np.float32
+    flat: npt.NDArray[np.float32 | np.uint8] = np.frombuffer(pool, dtype)
     return flat.reshape(BLOCKS, layout.kv_heads, -1)
 
 
@@ -147,3 +148,32 @@ def test_null_ranks_say_and_keep_exactly_what_one_does(group: Ranks, size: int) 
     for one, its in zip(said, whose(size, alone.layout.kv_heads), strict=True):
         np.testing.assert_array_equal(heads(one.pool, one.layout), whole[:, its.start : its.stop])
     assert not any(d for follower in said[1:] for d in follower.drawn)
+
+
+def test_bfloat16_sums_agree_within_its_precision(
+    group: Ranks, tiny_model: Callable[[str], str]
+) -> None:
+    """Tokens may fall otherwise, so the group is given those of one rank."""
+    alone = Alone(opened(tiny_model("qwen3"), dtype="bfloat16"))
+    said = group(2, as_rank, tiny_model("qwen3"), alone.batches, "bfloat16")
+    assert said[0].layout.dtype == "bfloat16"
+    first = [d.logprob for d in said[0].drawn[0]]
+    assert first == pytest.approx([d.logprob for d in alone.drawn[0]], abs=0.5)
+
+
+def test_a_rank_that_has_not_joined_executes_nothing(tiny_model: Callable[[str], str]) -> None:
+    one = opened(tiny_model("llama"), 1, 2)
+    one.bind(memoryview(bytearray(one.layout.block_bytes)), 1)
+    with pytest.raises(RuntimeError, match="join come before execute"):
+        one.execute([SeqStep(1, [1], 0, [0], None)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", [name for name in tiny.CONFIGS if name != "smollm2"])
+def test_every_family_says_in_a_group_what_it_says_alone(
+    group: Ranks, tiny_model: Callable[[str], str], name: str, size: int
+) -> None:
+    alone = Alone(opened(tiny_model(name)))
+    said = group(size, as_rank, tiny_model(name), alone.batches)
+    assert tokens(said[0].drawn) == tokens(alone.drawn)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pdrt.device.shard import Run
 from pdrt.device.weights import INDEX, Checkpoint
 from pdrt.errors import ConfigError
 
@@ -118,3 +119,27 @@ def test_a_tensor_that_does_not_fit_is_refused(
     save(tmp_path)
     with pytest.raises(ConfigError, match=says):
         Checkpoint(tmp_path, quiet).copy(name, torch.empty(shape))
+
+
+def test_a_part_of_a_tensor_is_copied_by_rows_and_columns(tmp_path: Path) -> None:
+    save(tmp_path)
+    weights = Checkpoint(tmp_path, quiet)
+    row, columns = torch.empty(1, 3), torch.empty(2, 2)
+    weights.copy("a", row, (Run(1, 2, 2), Run.all_of(3)))
+    weights.copy("a", columns, (Run.all_of(2), Run(1, 3, 3)))
+    assert row.tolist() == [[3, 4, 5]]
+    assert columns.tolist() == [[1, 2], [4, 5]]
+
+
+def test_a_tensor_of_which_a_part_is_wanted_must_have_the_whole_shape(tmp_path: Path) -> None:
+    save(tmp_path)
+    with pytest.raises(ConfigError, match=r"a has shape \[2, 3\], config.json asks for \[4, 3\]"):
+        Checkpoint(tmp_path, quiet).copy("a", torch.empty(1, 3), (Run(1, 2, 4), Run.all_of(3)))
+
+
+def test_what_other_ranks_read_counts_as_done(tmp_path: Path) -> None:
+    save(tmp_path)
+    told = list[int]()
+    weights = Checkpoint(tmp_path, lambda _stage, done, _total: told.append(done))
+    weights.copy("a", torch.empty(1, 3), (Run(1, 2, 2), Run.all_of(3)))
+    assert told == [24]
