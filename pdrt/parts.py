@@ -84,6 +84,7 @@ def transfers(
         clock=time.monotonic,
         wall=time.time,
         decode_tp=spec.config.parallel.tp,
+        checksums=spec.config.transfer.checksums,
     )
 
 

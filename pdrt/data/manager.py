@@ -18,6 +18,7 @@ import structlog
 
 from pdrt.config import TimeoutsSection
 from pdrt.data import outward as out
+from pdrt.data.checksums import Cells
 from pdrt.data.commands import (
     AbortReceiver,
     AbortSend,
@@ -37,6 +38,7 @@ from pdrt.data.process import DeathWatch, this_process
 from pdrt.data.receivers import Receivers, Receiving
 from pdrt.data.senders import Senders, Sending
 from pdrt.data.transfer import Receiver, Sender
+from pdrt.data.transport.checked import CheckedTransport
 from pdrt.data.transport.promise import Peer, Transport
 from pdrt.data.ways import Ways, no_way, nothing_came
 from pdrt.data.wire import Wire
@@ -98,8 +100,12 @@ class KVTransferManager:
     clock: Clock
     wall: Clock
     decode_tp: int = 1
+    checksums: bool = False  # decode: verify what arrives before it is used
 
     def __post_init__(self) -> None:
+        if self.role == "prefill":
+            self.transport = CheckedTransport(self.transport, self.memory)
+        self._cells = Cells(self.memory)
         self._wire = Wire(self.key, self.local_ip)
         self._process = this_process()
         self._patience = Patience.of(self.timeouts)
@@ -142,6 +148,7 @@ class KVTransferManager:
             process=self._process,
             layout=self.layout,
             region=self.memory.region(self.transport.offers),
+            checksums=self.checksums,
         )
 
     async def try_transports(self) -> None:
@@ -187,6 +194,8 @@ class KVTransferManager:
                 where = source.host, source.port
                 self._receiving.open(Receiver(room, attempt, where, source.dp_rank, deadline))
             case AdmitReceiver():
+                if self.checksums:
+                    self._cells.wipe(command.blocks)
                 self._receiving.admit(command, self.clock(), self.wall())
                 self._is_expecting.set()
             case AbortReceiver(room, attempt, reason):
@@ -315,6 +324,8 @@ class KVTransferManager:
             case out.DetachPeer(peer):
                 self.transport.detach(peer)
                 self._ways.forget(peer)
+            case out.VerifyBlocks():
+                group.create_task(self._verify(effect))
             case out.FindRoute():
                 self._find_route(effect, group)
             case out.ForgetRoute(host, port):
@@ -351,6 +362,11 @@ class KVTransferManager:
             way = Way(message.transport, message.gb_per_s)
             self._ways.know(peer.name, peer.endpoint, way)
         return message
+
+    async def _verify(self, wish: out.VerifyBlocks) -> None:
+        corrupt = await asyncio.to_thread(self._cells.corrupt, wish.blocks)
+        self._receiving.verified(wish.record, corrupt, self.clock())
+        self._carry_out()
 
     def _find_route(self, wish: out.FindRoute, group: asyncio.TaskGroup) -> None:
         """Each bootstrap server is asked once, however many requests wait for its answer."""

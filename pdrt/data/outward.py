@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from pdrt.data.events import SlotRecord
 from pdrt.data.transport.promise import Peer, Write
 from pdrt.messages import (
     FROM_DECODE,
@@ -74,6 +75,14 @@ class DetachPeer:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyBlocks:
+    """Compare what has arrived with its checksums; the answer is `verified`."""
+
+    record: SlotRecord
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FindRoute:
     """Ask the source's bootstrap server; the answer is `resolved` or `unresolved`."""
 
@@ -98,6 +107,7 @@ Outward: TypeAlias = (
     | AbortWrite
     | AttachPeer
     | DetachPeer
+    | VerifyBlocks
     | FindRoute
     | ForgetRoute
 )

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from pdrt.data.checksums import Corrupt
 from pdrt.data.commands import AdmitReceiver
 from pdrt.data.events import (
     SLOT_COMPLETE,
@@ -25,7 +26,7 @@ from pdrt.data.events import (
 from pdrt.data.handshake import signed
 from pdrt.data.limits import Limits, Patience
 from pdrt.data.metadata import MetadataBufferPool
-from pdrt.data.outward import FindRoute, ForgetRoute, Outward, Tell
+from pdrt.data.outward import FindRoute, ForgetRoute, Outward, Tell, VerifyBlocks
 from pdrt.data.peer import Health
 from pdrt.data.prefill_peers import PrefillPeer, PrefillPeers
 from pdrt.data.quarantine import Ledger
@@ -67,6 +68,7 @@ from pdrt.messages import (
     Source,
     Started,
     pack_ids,
+    unpack_ids,
 )
 
 _AGAIN_ACCEPTED = 5.0  # an accepted handshake is asked about so many times more slowly
@@ -228,7 +230,7 @@ class Receivers:
 
     def _progress(self, receiver: Receiver, progress: Progress, now: float) -> None:
         receiver.done_bytes = max(receiver.done_bytes, progress.done_bytes)
-        if not progress.complete or receiver.state is not State.TRANSFERRING:
+        if not progress.complete or receiver.state is not State.TRANSFERRING or receiver.record:
             return
         if record := self._slots.look(receiver.slot):
             self._landed(receiver, record, now)
@@ -258,10 +260,36 @@ class Receivers:
             self._landed(self.rooms[self._by_slot[slot]], record, now)
 
     def _landed(self, receiver: Receiver, record: SlotRecord, now: float) -> None:
-        if record.status == SLOT_COMPLETE:
-            self._feed(receiver, SlotsValid(record), now)
-        else:
+        if record.status != SLOT_COMPLETE:
             self._break(receiver, TransferFailed, f"slot status {record.status}", now)
+        elif self._me.attach.checksums and receiver.handshake:
+            receiver.record = record
+            blocks = tuple(unpack_ids(receiver.handshake.blocks))
+            self.outbox.append(VerifyBlocks(record, blocks))
+        else:
+            self._feed(receiver, SlotsValid(record), now)
+
+    def verified(self, record: SlotRecord, corrupt: Corrupt | None, now: float) -> None:
+        """What came of VerifyBlocks; the attempt may be over meanwhile."""
+        receiver = self.rooms.get((record.room, record.attempt))
+        if receiver is None or receiver.record is not record:
+            return
+        if corrupt is None:
+            self._feed(receiver, SlotsValid(record), now)
+        elif receiver.state not in TERMINAL:
+            self.counters["blocks_corrupt"] += corrupt.blocks
+            self._break(receiver, TransferFailed, self._damage(receiver, corrupt), now)
+
+    def _damage(self, receiver: Receiver, corrupt: Corrupt) -> str:
+        """Where it is, and who sent it: each writer wrote an equal share of our heads."""
+        assert receiver.handshake is not None
+        writers = list(receiver.writers)
+        rank = writers[corrupt.head * len(writers) // self._me.attach.layout.kv_heads]
+        return (
+            f"{corrupt.blocks} blocks are not what was sent: first the prompt's block"
+            f" {receiver.handshake.first_block + corrupt.index}, which is our block"
+            f" {corrupt.block}, kv head {corrupt.head} from prefill rank {rank}"
+        )
 
     def died(self, process: Process, now: float) -> None:
         """Proof that a peer writes no more."""

@@ -250,6 +250,7 @@ class Receiver:
     writers: dict[str, str] = field(default_factory=dict)  # prefill rank -> peer
     handshake: Handshake | None = None  # once admitted
     slot: int = -1
+    record: SlotRecord | None = None  # complete; the KV it vouches for is being verified
     has_started: bool = False
     is_accepted: bool = False
     again_at: float = 0.0  # when what we said last is said again
