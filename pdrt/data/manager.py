@@ -319,17 +319,29 @@ class KVTransferManager:
                 self.transport.start(write)
             case out.AbortWrite(write):
                 self.transport.abort(write)
-            case out.AttachPeer(peer):
-                group.create_task(self._attach_peer(peer))
             case out.DetachPeer(peer):
                 self.transport.detach(peer)
                 self._ways.forget(peer)
+            case out.AttachPeer() | out.VerifyBlocks() | out.FindRoute():
+                self._begin(effect, group)
+            case out.ForgetRoute(host, port):
+                self.prefill_info_table.pop((host, port), None)
+            case _:
+                assert_never(effect)
+
+    def _begin(
+        self,
+        effect: out.AttachPeer | out.VerifyBlocks | out.FindRoute,
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """What takes a while: its answer comes back to the desk."""
+        match effect:
+            case out.AttachPeer(peer):
+                group.create_task(self._attach_peer(peer))
             case out.VerifyBlocks():
                 group.create_task(self._verify(effect))
             case out.FindRoute():
                 self._find_route(effect, group)
-            case out.ForgetRoute(host, port):
-                self.prefill_info_table.pop((host, port), None)
             case _:
                 assert_never(effect)
 
