@@ -23,6 +23,7 @@ KEY = ClusterKey(b"0123456789abcdef")
 SOURCE = Source(host="127.0.0.1", port=18800, dp_rank=0)
 HASH = b"prompt"
 TIMEOUTS = TimeoutsSection()
+TRANSFER = TransferSection(threads=2)
 E = TypeVar("E")
 
 
@@ -84,10 +85,11 @@ def side(
     key: ClusterKey = KEY,
     local_ip: str = "127.0.0.1",
     timeouts: TimeoutsSection = TIMEOUTS,
+    transfer: TransferSection = TRANSFER,
 ) -> Side:
     """To be called on the running loop."""
     memory = PoolMemory(LAYOUT, 64, 16)
-    transport = open_transport(TransferSection(threads=2), memory)
+    transport = open_transport(transfer, memory)
     faulty = FaultyTransport(transport)
     told = asyncio.Event()
 
@@ -108,6 +110,7 @@ def side(
         wake=told.set,
         clock=time.monotonic,
         wall=time.time,
+        checksums=transfer.checksums,
     )
     return Side(manager, faulty, told=told)
 
