@@ -74,7 +74,9 @@ def transfers(
         rank=spec.rank,
         layout=memory.layout,
         memory=memory,
-        transport=open_transport(spec.config.transfer, memory),
+        transport=open_transport(
+            spec.config.transfer, memory, spec.disagg.local_ip, spec.key
+        ),
         key=spec.key,
         local_ip=spec.disagg.local_ip,
         timeouts=spec.config.timeouts,

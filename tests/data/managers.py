@@ -89,7 +89,7 @@ def side(
 ) -> Side:
     """To be called on the running loop."""
     memory = PoolMemory(LAYOUT, 64, 16)
-    transport = open_transport(transfer, memory)
+    transport = open_transport(transfer, memory, local_ip, key)
     faulty = FaultyTransport(transport)
     told = asyncio.Event()
 

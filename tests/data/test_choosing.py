@@ -9,12 +9,20 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from pdrt.config import TransferSection
+from pdrt.data.memory import PoolMemory
 from pdrt.data.process import this_process
+from pdrt.data.transport.choose import open_transport
 from pdrt.data.transport.choosing import Choosing
+from pdrt.data.transport.faulty import FaultyTransport
 from pdrt.data.transport.promise import Ended, Peer, Transport, Write
+from pdrt.data.transport.shm import ShmTransport
 from pdrt.errors import TransferFailed
+from pdrt.keys import ClusterKey
 from pdrt.messages import Region
+from pdrt.settings import check
 from tests.data.scripted import Scripted
+from tests.data.transports import LAYOUT
 
 HERE = this_process()
 ELSEWHERE = replace(HERE, host="another boot/pid:[1]")
@@ -156,3 +164,24 @@ async def test_what_a_transport_raises_is_raised_to_the_reader() -> None:
     with pytest.raises(OSError, match="the NIC is gone"):
         await asyncio.wait_for(anext(choosing.ends()), 5)
     await choosing.close()
+
+
+# What a config opens.
+
+
+async def opened(**settings: object) -> Transport:
+    config = check(TransferSection, settings, "test")
+    memory = PoolMemory(LAYOUT, 2, 1)
+    return open_transport(config, memory, "127.0.0.1", ClusterKey(b"k" * 32))
+
+
+async def test_faults_are_wrapped_around_whatever_is_chosen() -> None:
+    transport = await opened(threads=1, faults={"drop": 1.0})
+    assert isinstance(transport, FaultyTransport)
+    await transport.close()
+
+
+async def test_one_named_transport_is_that_one_alone() -> None:
+    transport = await opened(transport="shm")
+    assert isinstance(transport, ShmTransport)
+    await transport.close()

@@ -15,14 +15,10 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from pdrt.config import FaultSection, TransferSection
-from pdrt.data.memory import PoolMemory
-from pdrt.data.transport.choose import open_transport
-from pdrt.data.transport.faulty import FaultyTransport
 from pdrt.data.transport.promise import Ended, Peer, SlotWrite, Write
 from pdrt.errors import TransferFailed
 from tests.data.target import parsed
-from tests.data.transports import BLOCKS, KEY, LAYOUT, Bench, names, opened
+from tests.data.transports import BLOCKS, KEY, Bench, names, opened
 
 SLOT = bytes(range(64))
 LARGE = [*range(BLOCKS - 1)] * 200  # about 50 MiB
@@ -352,17 +348,6 @@ def _link(path: str) -> str:
         return os.readlink(path)
     except OSError:  # the directory that was being listed
         return ""
-
-
-async def test_auto_is_shm_and_faults_are_wrapped_around_it() -> None:
-    memory = PoolMemory(LAYOUT, 2, 1)
-    plain = open_transport(TransferSection(threads=1), memory)
-    faulty = open_transport(TransferSection(threads=1, faults=FaultSection(drop=1.0)), memory)
-    assert (plain.name, faulty.name) == ("shm", "shm")
-    assert isinstance(faulty, FaultyTransport)
-    await plain.close()
-    await faulty.close()
-    memory.close()
 
 
 async def test_a_small_write_to_an_idle_peer_has_landed_when_start_returns() -> None:

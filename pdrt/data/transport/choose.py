@@ -1,15 +1,46 @@
-"""The transport that a config names, over this rank's memory."""
+"""The transports that a config names, over this rank's memory, as one."""
 
 from __future__ import annotations
 
-from pdrt.config import TransferSection
-from pdrt.data.memory import HostMemory
+from typing import Final
+
+from pdrt.config import TransferSection, TransportName
+from pdrt.data.memory import PoolMemory
+from pdrt.data.transport.choosing import Choosing
 from pdrt.data.transport.faulty import FaultyTransport
 from pdrt.data.transport.promise import Transport
 from pdrt.data.transport.shm import ShmTransport
+from pdrt.errors import ConfigError
+from pdrt.keys import ClusterKey
+
+_BUILT: Final[tuple[str, ...]] = ("shm",)
 
 
-def open_transport(config: TransferSection, memory: HostMemory) -> Transport:
-    """`auto` is shm in this version. To be called on the running loop."""
-    inner = ShmTransport(memory, config.threads)
-    return FaultyTransport(inner, config.faults) if config.faults else inner
+def names(config: TransferSection) -> tuple[TransportName, ...]:
+    """What is to be opened, best first."""
+    if config.transport != "auto":
+        return (config.transport,)
+    return ("shm", *(name for name in config.network if name in _BUILT))
+
+
+def open_transport(
+    config: TransferSection, memory: PoolMemory, local_ip: str, key: ClusterKey
+) -> Transport:
+    """To be called on the running loop. Raises ConfigError: whatever is named must work."""
+    inner = [_open(name, config, memory, local_ip, key) for name in names(config)]
+    transport = inner[0] if len(inner) == 1 else Choosing(inner)
+    return FaultyTransport(transport, config.faults) if config.faults else transport
+
+
+def _open(
+    name: TransportName,
+    config: TransferSection,
+    memory: PoolMemory,
+    local_ip: str,
+    key: ClusterKey,
+) -> Transport:
+    match name:
+        case "shm":
+            return ShmTransport(memory, config.threads)
+        case _:
+            raise ConfigError(f"[transfer] transport = {name!r} is not part of this version")
