@@ -45,7 +45,6 @@ from pdrt.data.transport.promise import Ended, Write
 from pdrt.data.voice import Voice
 from pdrt.errors import (
     BadMessage,
-    Cancelled,
     DeadlinePassed,
     Illegal,
     Overloaded,
@@ -258,7 +257,8 @@ class Senders:
         self.sessions.heard(session, now)
         session.number = max(session.number, abort.number)
         key = abort.room, abort.attempt
-        problem = self._problem(Cancelled, key, "the decode side gave it up")
+        # Why is not said. Where it was the client, nobody reads this; else another try may do.
+        problem = self._problem(TransferFailed, key, "the decode side gave it up")
         self.early.drop_room(session.name, key)
         sender = self.rooms.get(key)
         is_target = sender is not None and session.name in sender.targets
