@@ -23,6 +23,7 @@ from pdrt.config import NodeConfig, RouterConfig, SchedulerSection
 from pdrt.errors import ConfigError, PdrtError
 
 if TYPE_CHECKING:
+    from pdrt.keys import ClusterKey
     from pdrt.up.layout import Wanted
 
 app = typer.Typer(
@@ -136,6 +137,58 @@ def bench_first_token(
     wanted = _measured(Wanted(hybrid=1, dtype=dtype), defaults)
     meanwhile = measuring(rounds, _out(), json_file)
     raise typer.Exit(bring_up(wanted, defaults, _out(), os.environ, meanwhile))
+
+
+@bench.command(
+    "transfer",
+    epilog="Examples: `pdrt bench transfer` · `pdrt bench transfer --transport shm,tcp --batch 64"
+    " --json transfer.json --plot transfer.png` · two hosts: `pdrt bench transfer --listen"
+    " 10.0.0.2:18900` on one, `pdrt bench transfer --connect 10.0.0.2:18900` on the other",
+)
+def bench_transfer(
+    transport: Annotated[
+        str, typer.Option(help="all, or some of shm, tcp, nixl, mooncake, memfabric.")
+    ] = "all",
+    sizes: Annotated[
+        str, typer.Option(help="Block sizes: by powers of two (4K..64M), or a list (64K,1M).")
+    ] = "4K..64M",
+    batch: Annotated[str, typer.Option(help="Scattered blocks of one write: a list.")] = "1,64",
+    rounds: Annotated[int, typer.Option(help="Turns of each transport; figures are medians.")] = 7,
+    seconds: Annotated[
+        float, typer.Option(help="About how long all turns may take; each moves a batch at least.")
+    ] = 120.0,
+    pool: Annotated[str, typer.Option(help="Memory of each side that blocks lie in.")] = "512M",
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT: be the side that is written to, for another host.")
+    ] = "",
+    connect: Annotated[
+        str, typer.Option(help="HOST:PORT: write to the one that listens there.")
+    ] = "",
+    wait: Annotated[
+        float, typer.Option(min=1.0, max=86400.0, help="Seconds that --listen waits.")
+    ] = 600.0,
+    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
+    plot: Annotated[str, typer.Option(help="Draw them here: .png, .svg or .pdf.")] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no tables.")] = False,
+) -> None:
+    """How fast each installed transport moves KV blocks, beside memcpy in the same run.
+
+    Two processes on this machine, or with --listen and --connect on two. Every round gives each
+    transport a turn, and what the last round moved is checked.
+    """
+    from pdrt.bench.cases import wanted
+    from pdrt.bench.shell import Report, place_of
+    from pdrt.bench.shell import listen as be_target
+    from pdrt.bench.shell import transfer as measure
+
+    if listen and connect:
+        raise ConfigError("give --listen on one host and --connect on the other, not both here")
+    if listen:
+        raise typer.Exit(be_target(listen, _bench_key(listen, "--listen"), wait, _out()))
+    asked = wanted(sizes, batch, transport, rounds, seconds, pool)
+    place = place_of(connect, _bench_key(connect, "--connect")) if connect else None
+    report = Report(json_file, plot, quiet)
+    raise typer.Exit(measure(asked, report, _out(), place))
 
 
 @app.command(
@@ -381,6 +434,22 @@ def _with_key(settings: C, is_local: bool) -> C:
     _make_key(file)
     security = settings.security.model_copy(update={"key_file": str(file)})
     return settings.model_copy(update={"security": security})
+
+
+def _bench_key(address: str, option: str) -> ClusterKey:
+    """The cluster key of both ends: named, or on loopback the user's. Raises ConfigError."""
+    from pdrt.bench.control_line import split_address
+
+    host, _ = split_address(address, option)
+    settings = _with_key(config.load(NodeConfig, None), config.is_loopback(host))
+    key = settings.security.cluster_key()
+    if key is None:
+        raise ConfigError(
+            f"{option} {address} is not loopback: a cluster key is needed, the same on both hosts:"
+            " PDRT_SECURITY_KEY_FILE=FILE or PDRT_SECURITY_KEY; make one with `openssl rand -hex"
+            " 32`"
+        )
+    return key
 
 
 def _make_key(file: Path) -> None:
