@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from pdrt.config import TimeoutsSection, TransferSection
 from pdrt.data.events import SLOT_COMPLETE, SlotRecord, TransferEvent
@@ -15,6 +15,7 @@ from pdrt.data.manager import KVTransferManager
 from pdrt.data.memory import PoolMemory
 from pdrt.data.transport.choose import open_transport
 from pdrt.data.transport.faulty import FaultyTransport
+from pdrt.data.transport.promise import Transport
 from pdrt.keys import ClusterKey
 from pdrt.messages import KvLayout, Process, Rank, RankAddress, Route, Source
 
@@ -25,6 +26,7 @@ HASH = b"prompt"
 TIMEOUTS = TimeoutsSection()
 TRANSFER = TransferSection(threads=2)
 E = TypeVar("E")
+Make: TypeAlias = Callable[[PoolMemory], Transport]
 
 
 def route_to(endpoint: str, process: Process) -> Route:
@@ -86,10 +88,11 @@ def side(
     local_ip: str = "127.0.0.1",
     timeouts: TimeoutsSection = TIMEOUTS,
     transfer: TransferSection = TRANSFER,
+    make: Make | None = None,
 ) -> Side:
-    """To be called on the running loop."""
+    """To be called on the running loop. `make`: a transport of the test's own."""
     memory = PoolMemory(LAYOUT, 64, 16)
-    transport = open_transport(transfer, memory, local_ip, key)
+    transport = make(memory) if make else open_transport(transfer, memory, local_ip, key)
     faulty = FaultyTransport(transport)
     told = asyncio.Event()
 
