@@ -91,18 +91,27 @@ class ControlLine:
 
 
 @asynccontextmanager
+async def guarded_wire(key: ClusterKey, host: str, port: int = 0) -> AsyncIterator[Wire]:
+    """A socket that listens there and lets members of the cluster in. Raises ConfigError."""
+    wire = Wire(key, host)
+    guard: asyncio.Task[None] | None = None
+    try:
+        wire.start(port)
+        guard = asyncio.create_task(wire.guard())
+        yield wire
+    finally:
+        if guard is not None:
+            guard.cancel()
+            await asyncio.gather(guard, return_exceptions=True)
+        wire.close()
+
+
+@asynccontextmanager
 async def asking(
     key: ClusterKey, host: str, port: int, patience_s: float = _ANSWER_S
 ) -> AsyncIterator[ControlLine]:
     """A line to the target at host and port, from whichever address of ours leads there."""
-    wire = Wire(key, own_address(host))
-    wire.start()
-    guard = asyncio.create_task(wire.guard())
-    line = ControlLine(wire, f"tcp://{bracketed(host)}:{port}", patience_s)
-    try:
+    async with guarded_wire(key, own_address(host)) as wire:
+        line = ControlLine(wire, f"tcp://{bracketed(host)}:{port}", patience_s)
         yield line
         line.leave()
-    finally:
-        guard.cancel()
-        await asyncio.gather(guard, return_exceptions=True)
-        wire.close()

@@ -6,6 +6,7 @@ matplotlib is an extra; without it the command is refused before anything is mea
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Final
 
 from pdrt.bench.cases import Case, size_text
@@ -15,9 +16,9 @@ from pdrt.errors import ConfigError
 _INSTALL: Final = "pip install 'pdrt[plot]'"
 
 
-def check_matplotlib() -> None:
+def check_matplotlib(find: Callable[[str], object | None] = importlib.util.find_spec) -> None:
     """Raises ConfigError with the pip command where it is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if find("matplotlib") is None:
         raise ConfigError(f"--plot needs matplotlib: {_INSTALL}")
 
 

@@ -20,6 +20,7 @@ import uvloop
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pdrt import telemetry
+from pdrt.bench.control_line import guarded_wire
 from pdrt.bench.pairing import Pairing, Stretch, checksum
 from pdrt.bench.plain import PlainReceiver
 from pdrt.bench.ways import KEY, open_named, pool_memory
@@ -64,16 +65,9 @@ async def serve(
     key: ClusterKey, host: str, port: int, wait_s: float, listening: Callable[[str], None]
 ) -> None:
     """Serve one writer to its end. Raises ConfigError, or Unavailable when nobody comes."""
-    wire = Wire(key, host)
-    listening(wire.start(port))
-    guard = asyncio.create_task(wire.guard())
-    try:
-        async with Target(key, host) as target:
-            await _answer_all(wire, target, wait_s)
-    finally:
-        guard.cancel()
-        await asyncio.gather(guard, return_exceptions=True)
-        wire.close()
+    async with guarded_wire(key, host, port) as wire, Target(key, host) as target:
+        listening(wire.endpoint)
+        await _answer_all(wire, target, wait_s)
 
 
 async def _answer_all(wire: Wire, target: Target, wait_s: float) -> None:
