@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 from _pytest.mark import ParameterSet
 
-from pdrt.config import FaultSection
+from pdrt.config import FaultSection, TransferSection
 from pdrt.data.memory import HostMemory, PoolMemory
 from pdrt.data.process import this_process
 from pdrt.data.transport.faulty import FaultyTransport
+from pdrt.data.transport.mooncake import open_mooncake
+from pdrt.data.transport.nixl import open_nixl
 from pdrt.data.transport.promise import Ended, Key, Peer, SlotWrite, Transport, Write
 from pdrt.data.transport.shm import AT_ONCE, ShmTransport
 from pdrt.messages import KvLayout
@@ -28,6 +30,7 @@ from pdrt.messages import KvLayout
 LAYOUT = KvLayout(block_size=16, dtype="uint8", layers=8, kv_heads=2, head_dim=8)
 BLOCKS = 64
 SLOTS = 4
+LOCAL = "127.0.0.1"
 KEY: Key = (7, 1)  # admitted at every target, for all of its memory
 
 Make: TypeAlias = Callable[[HostMemory], Transport]
@@ -37,12 +40,13 @@ Make: TypeAlias = Callable[[HostMemory], Transport]
 class Maker:
     """How a transport is made, on the running loop; `needs` is a package that it cannot do without.
 
-    `target` makes the peers' side where that differs.
+    `target` makes the peers' side where that differs. A slow one is not in the default run.
     """
 
     make: Make
     target: Make | None = None
     needs: str = ""
+    is_slow: bool = False
 
     def is_missing(self) -> bool:
         return bool(self.needs) and find_spec(self.needs) is None
@@ -65,6 +69,12 @@ MAKERS: dict[str, Maker] = {
     "at once": Maker(_shm(AT_ONCE), _shm_target),
     "faulty": Maker(_faulty(_shm()), _shm_target),
     "delayed": Maker(_faulty(_shm(), FaultSection(delay=0.5, delay_s=0.002)), _shm_target),
+    "nixl": Maker(lambda memory: open_nixl(TransferSection(), memory, LOCAL), needs="nixl_cu12"),
+    "mooncake": Maker(
+        lambda memory: open_mooncake(TransferSection(), memory, LOCAL),
+        needs="mooncake",
+        is_slow=True,  # it takes a second to go
+    ),
 }
 
 
@@ -73,7 +83,10 @@ def names() -> list[ParameterSet]:
     return [
         pytest.param(
             name,
-            marks=pytest.mark.skipif(maker.is_missing(), reason=f"needs {maker.needs}"),
+            marks=[
+                pytest.mark.skipif(maker.is_missing(), reason=f"needs {maker.needs}"),
+                *([pytest.mark.slow] if maker.is_slow else []),
+            ],
         )
         for name, maker in MAKERS.items()
     ]
