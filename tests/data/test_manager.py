@@ -9,6 +9,7 @@ import pickle
 import socket
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgpack
@@ -36,12 +37,22 @@ from pdrt.data.events import (
     SenderReady,
     SendFailed,
 )
+from pdrt.data.handshake import signed
 from pdrt.data.process import this_process
 from pdrt.data.transport.faulty import Fault
 from pdrt.data.wire import Wire
 from pdrt.errors import ConfigError, NoPrefill, Unauthorized, Unavailable
 from pdrt.keys import ClusterKey
-from pdrt.messages import FROM_DECODE, Ping, Problem, Route, Source, encode
+from pdrt.messages import (
+    FROM_DECODE,
+    Handshake,
+    Ping,
+    Problem,
+    Route,
+    Source,
+    encode,
+    pack_ids,
+)
 from tests.data.managers import HASH, KEY, LAYOUT, SOURCE, Side, record, route_to, side
 
 
@@ -180,6 +191,122 @@ async def test_a_damaged_write_fails_and_may_be_tried_again(pair: Pair, fault: F
     assert (failed.problem.code, failed.problem.is_retryable) == ("transfer_failed", True)
     await pair.d.until(Quiet, 1)
     assert not pair.d.has(Received, 1)
+
+
+async def test_one_failed_write_fails_its_request_alone(pair: Pair) -> None:
+    """CASES 26, 9: decode is told, the source blocks are pinned until then, the process lives."""
+    rooms = range(1, 6)
+    for room in rooms:
+        await pair.shake(room, [3 * room, 3 * room + 1, 3 * room + 2], slot=room)
+    # A chunk that lies outside the source's memory is what the transport itself refuses.
+    pair.p.manager.do(SendBlocks(3, 0, (1 << 20, 1, 2), 0, record(3, 40)))
+    for room in (1, 2, 4, 5):
+        pair.p.manager.do(SendBlocks(room, 0, (0, 1, 2), 0, record(room, 40)))
+    failed = await pair.d.until(ReceiveFailed, 3)
+    assert "outside" in failed.problem.message
+    assert failed.problem.is_retryable
+    await pair.d.until(Quiet, 3)
+    ended = await pair.p.until(SendEnded, 3)
+    assert ended.problem is not None
+    for room in (1, 2, 4, 5):
+        await pair.d.until(Received, room)
+        assert (await pair.p.until(SendEnded, room)).problem is None
+    await pair.shake(6, [3, 4, 5])
+    pair.p.manager.do(SendBlocks(6, 0, (0, 1, 2), 0, record(6, 40)))
+    await pair.d.until(Received, 6)
+
+
+async def test_source_blocks_are_pinned_until_the_transport_has_let_go(pair: Pair) -> None:
+    """CASES 9: however much the scheduler wants them, SendEnded waits for the end of the write."""
+    pair.p.faulty.next_writes(Fault.STALL)
+    await pair.shake(1, [0, 1, 2])
+    pair.p.manager.do(SendBlocks(1, 0, (0, 1, 2), 0, record(1, 40)))
+    await pair.shake(2, [3, 4, 5], slot=1)
+    pair.p.manager.do(SendBlocks(2, 0, (3, 4, 5), 0, record(2, 40)))
+    await pair.d.until(Received, 2)
+    assert not pair.p.has(SendEnded, 1)
+    pair.p.faulty.release(*pair.p.faulty.held)
+    await pair.d.until(Received, 1)
+    assert (await pair.p.until(SendEnded, 1)).problem is None
+
+
+async def test_after_a_long_idle_time_the_first_request_finds_its_way(pair: Pair) -> None:
+    """CASES 15: a NAT forgot the connections meanwhile; they are made anew, nobody notices."""
+    await pair.shake(1, [0, 1, 2])
+    pair.p.manager.do(SendBlocks(1, 0, (0, 1, 2), 0, record(1, 40)))
+    await pair.d.until(Received, 1)
+    await pair.p.until(SendEnded, 1)
+    pair.p.manager._wire.hang_up(pair.d.endpoint)  # noqa: SLF001 - the fault to rehearse
+    pair.d.manager._wire.hang_up(pair.p.endpoint)  # noqa: SLF001 - the fault to rehearse
+    await pair.shake(2, [3, 4, 5])
+    pair.p.manager.do(SendBlocks(2, 0, (0, 1, 2), 0, record(2, 40)))
+    await pair.d.until(Received, 2)
+
+
+async def test_a_request_for_which_decode_finds_no_place_ends_at_its_deadline(pair: Pair) -> None:
+    """CASES 21: both sides are told once, and nobody asks again and again meanwhile."""
+    await pair.shake(1, [0, 1, 2])  # the pair knows each other
+    before = len(pair.d.events), len(pair.p.events)
+    deadline = time.monotonic() + 0.3
+    pair.p.manager.do(ExpectHandshakes(2, 0, 40, HASH, deadline))
+    pair.d.manager.do(OpenReceiver(2, 0, SOURCE, deadline))
+    await pair.d.until(ReceiverReady, 2)  # and is never admitted
+    failed = await pair.d.until(ReceiveFailed, 2)
+    stopped = await pair.p.until(SendFailed, 2)
+    await pair.p.until(SendEnded, 2)
+    assert failed.problem.code == stopped.problem.code == "deadline"
+    assert len(pair.d.events) - before[0] == 2
+    assert len(pair.p.events) - before[1] == 2
+
+
+async def test_what_each_leg_calls_the_request_does_not_matter(pair: Pair) -> None:
+    """CASES 14: room and attempt, which the router minted, are all that names a transfer."""
+    await pair.shake((1 << 63) - 1, [0, 1, 2])
+    pair.p.manager.do(SendBlocks((1 << 63) - 1, 0, (0, 1, 2), 0, record((1 << 63) - 1, 40)))
+    received = await pair.d.until(Received, (1 << 63) - 1)
+    assert (received.room, received.attempt) == ((1 << 63) - 1, 0)
+
+
+async def test_replayed_forged_expired_and_far_off_handshakes_write_nothing(pair: Pair) -> None:
+    """CASES 57: each is counted or refused; no byte lands, no token comes of it."""
+    await pair.shake(1, [0, 1, 2])
+    pair.p.manager.do(SendBlocks(1, 0, (0, 1, 2), 0, record(1, 40)))
+    await pair.d.until(Received, 1)
+    await pair.p.until(SendEnded, 1)
+    (session,) = pair.p.manager.stats().peers
+    base = Handshake(
+        room=2,
+        attempt=0,
+        session=session,
+        blocks=pack_ids([9, 10, 11]),
+        first_block=0,
+        slot=3,
+        prompt_tokens=40,
+        prompt_hash=HASH,
+        decode_ranks=1,
+        expires=time.time() + 60,
+        token=b"",
+        number=100,
+    )
+    pair.p.manager.do(ExpectHandshakes(2, 0, 40, HASH, time.monotonic() + 60))
+    wrong = [
+        base,  # without a token
+        signed(ClusterKey(b"another cluster's key"), base, pair.d.endpoint),
+        replace(signed(KEY, base, pair.d.endpoint), blocks=pack_ids([0, 1, 2])),  # changed after
+        signed(KEY, replace(base, number=1), pair.d.endpoint),  # its number was used before
+        signed(KEY, replace(base, room=3, expires=time.time() - 1), pair.d.endpoint),
+        signed(KEY, replace(base, number=101, blocks=pack_ids([9, 10, 64])), pair.d.endpoint),
+    ]
+    for handshake in wrong:
+        pair.p.manager.hear(encode(FROM_DECODE, handshake))
+    refused = await pair.p.until(SendFailed, 2)  # by the last one, which is genuine but impossible
+    assert "outside the described region" in refused.problem.message
+    counters = pair.p.manager.stats().counters
+    assert (counters["dropped_forged_handshake"], counters["dropped_late_handshake"]) == (3, 1)
+    pair.p.manager.do(SendBlocks(2, 0, (5, 6, 7), 0, record(2, 40)))
+    await pair.p.until(SendEnded, 2)
+    assert not any(any(landed(pair, block)) for block in (9, 10, 11))
+    assert not pair.d.has(Received, 2)
 
 
 @pytest.mark.parametrize("fault", [Fault.DUPLICATE, Fault.REORDER])
