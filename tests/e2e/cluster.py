@@ -166,6 +166,11 @@ class Cluster:
         )
         return ip
 
+    def amend(self, name: str, tables: Tables) -> None:
+        """More settings for one node, in tables that it does not have yet; before `start`."""
+        conf = self.folder / f"{name}.toml"
+        conf.write_text(conf.read_text() + toml(tables))
+
     @property
     def processes(self) -> list[Process]:
         return [*self.nodes.values(), *([self.router] if self.router else [])]
@@ -282,6 +287,16 @@ class Cluster:
         workers = status.get("workers", [{}])
         sums = {n: sum(worker.get(n, -1) for worker in workers) for n in names}
         return sums | {"dispatched": status.get("rooms", -1)}
+
+    async def counted(self, event: str) -> float:
+        """How often it happened, over the present lives of all workers."""
+        assert self.http is not None
+        total, head = 0.0, f'pdrt_events_total{{event="{event}"'
+        for node in self.nodes.values():
+            async with self.http.get(f"{node.url}/metrics") as response:
+                lines = (await response.text()).splitlines()
+            total += sum(float(line.split()[-1]) for line in lines if line.startswith(head))
+        return total
 
     async def is_at_baseline(self) -> bool:
         alive = [n for n, p in self.nodes.items() if p.popen and p.popen.poll() is None]
