@@ -8,9 +8,9 @@ attempt that is over is never bound again, and a handshake that comes too late i
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import assert_never
+
+import numpy as np
 
 from pdrt.data.chunks import write_of
 from pdrt.data.commands import SendBlocks
@@ -19,9 +19,11 @@ from pdrt.data.events import SendEnded, SenderReady, SendFailed, TransferEvent
 from pdrt.data.handshake import is_genuine
 from pdrt.data.layout import blocks_for
 from pdrt.data.limits import Limits, Patience
+from pdrt.data.memory import SLOT_BYTES
 from pdrt.data.openwrites import OpenWrite, OpenWrites
 from pdrt.data.outward import AbortWrite, Outward, StartWrite
 from pdrt.data.quarantine import Ledger
+from pdrt.data.sessions import Sending as Sending
 from pdrt.data.sessions import Session, Sessions
 from pdrt.data.transfer import (
     TERMINAL,
@@ -30,7 +32,6 @@ from pdrt.data.transfer import (
     ChunkGiven,
     DecodeLeft,
     Key,
-    SayComplete,
     SayFailed,
     Sender,
     SendInput,
@@ -53,31 +54,16 @@ from pdrt.errors import (
     PromptMismatch,
     TransferFailed,
 )
-from pdrt.keys import ClusterKey
 from pdrt.messages import (
     AbortTransfer,
     Attach,
     FromDecode,
     Handshake,
-    KvLayout,
     Ping,
     Problem,
     Process,
-    Rank,
     unpack_ids,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Sending:
-    """What a prefill rank is."""
-
-    rank: Rank
-    process: Process
-    layout: KvLayout
-    pool_at: int  # of its own memory
-    transport: str
-    key: ClusterKey
 
 
 class Senders:
@@ -88,8 +74,7 @@ class Senders:
         self.outbox: deque[Outward] = deque()
         self.events: deque[TransferEvent] = deque()
         self.counters: Counter[str] = Counter()
-        identity = (me.rank, me.process, me.layout)
-        self.sessions = Sessions(identity, limits, patience, self.outbox, self.counters)
+        self.sessions = Sessions(me, limits, patience, self.outbox, self.counters)
         self.rooms: dict[Key, Sender] = {}
         self.early = EarlyHandshakes(limits.rooms_per_peer)
         self.writes: Ledger[Key, int] = Ledger()
@@ -112,7 +97,7 @@ class Senders:
             return
         for handshake in self.early.take(key):
             if session := self.sessions.get(handshake.session):
-                self._bind(sender, session, handshake)
+                self._shake_known(sender, session, handshake)
 
     def started(self, key: Key) -> None:
         """The prompt's computation began."""
@@ -126,14 +111,19 @@ class Senders:
         if sender is None or sender.state in TERMINAL:
             return  # SendEnded has been told, or will be
         self._feed(sender, ChunkGiven())
-        writes = [self._write(chunk, target) for target in sender.targets.values()]
-        sender.given_bytes += sum(write.size for write in writes)
-        if chunk.last is None:
-            self._start(sender, [write for write in writes if write.size], now)
-            return
-        sender.is_last_given = True
-        sender.last = writes
-        self._go_on(sender, now)
+        sender.is_last_given = chunk.last is not None
+        for target in sender.targets.values():
+            if target.writes:
+                self._give(sender, target, self._write(chunk, target), now)
+        self._go_on(sender)
+
+    def _give(self, sender: Sender, target: Target, write: Write, now: float) -> None:
+        """A slot waits for all earlier writes to its rank, whatever order the transport keeps."""
+        sender.given_bytes += write.size
+        if write.slot is not None and target.open:
+            target.last = write
+        elif write.size:
+            self._start(sender, target, write, now)
 
     def abort(self, key: Key, problem: Problem) -> None:
         """The scheduler gave it up."""
@@ -154,9 +144,22 @@ class Senders:
         else:
             sender.done_bytes += write.size
             self.counters["sent_bytes"] += write.size
-            self._go_on(sender, now)
+            self._written(sender, write, now)
         if is_released:
             self._forget(sender)
+
+    def _written(self, sender: Sender, write: OpenWrite, now: float) -> None:
+        target = sender.targets[write.session.name]
+        target.open -= 1
+        target.done_bytes += write.size
+        if sender.state is not State.TRANSFERRING:
+            return
+        if write.has_slot or not sender.is_last_given:
+            self._voice.progress(write.session, sender.key, target.done_bytes, write.has_slot)
+        if target.last is not None and not target.open:
+            last, target.last = target.last, None
+            self._start(sender, target, last, now)
+        self._go_on(sender)
 
     # What the decode workers say.
 
@@ -193,6 +196,7 @@ class Senders:
         elif key in self._outcomes:
             self._repeat(session, key)
         elif not shake.expires > wall:  # no number is no time to come either
+            self.counters["declined_expired_handshake"] += 1
             self._decline(session, key, self._problem(DeadlinePassed, key, "it came expired"))
         else:
             self._keep_early(session, shake, now + min(shake.expires - wall, self._patience.early))
@@ -209,6 +213,7 @@ class Senders:
         try:
             target = self._target(sender, session, shake)
         except PdrtError as error:
+            self.counters["declined_impossible_handshake"] += 1
             problem = self._problem(type(error), sender.key, str(error))
             self._decline(session, sender.key, problem)
             self._feed(sender, Broke(problem))
@@ -222,22 +227,44 @@ class Senders:
 
     def _target(self, sender: Sender, session: Session, shake: Handshake) -> Target:
         """Where the handshake lets us write. Raises PromptMismatch or BadMessage."""
-        if sender.state is not State.BOOTSTRAPPING:
-            raise BadMessage(f"more than {len(sender.targets)} decode ranks shook hands")
-        tokens = sender.prompt_tokens
+        self._check_ranks(sender, session, shake)
+        tokens, region = sender.prompt_tokens, session.attach.region
         if shake.prompt_tokens != tokens:
             raise PromptMismatch(
                 f"the prompt has {tokens} tokens here, {shake.prompt_tokens} there"
             )
         if shake.prompt_hash != sender.prompt_hash:
             raise PromptMismatch(f"the two legs have different prompts of {tokens} tokens")
-        blocks, region = unpack_ids(shake.blocks), session.attach.region
         wanted = blocks_for(tokens, self._me.layout.block_size) - shake.first_block
-        if len(blocks) != wanted or len(set(blocks)) != wanted:
+        blocks = unpack_ids(shake.blocks)
+        if wanted < 0 or (shake.writes and not len(set(blocks)) == len(blocks) == wanted):
             raise BadMessage(f"{len(set(blocks))} blocks are offered, {wanted} are needed")
         if any(not 0 <= block < region.blocks for block in blocks) or shake.slot >= region.slots:
             raise BadMessage("a block or the slot lies outside the described region")
-        return Target(session.name, region, shake.first_block, blocks, shake.slot)
+        return Target(
+            session=session.name,
+            writes=shake.writes,
+            first_block=shake.first_block,
+            blocks=np.asarray(blocks, dtype=np.int64),
+            part=session.part,
+            slot_at=region.slots_at + shake.slot * SLOT_BYTES,
+        )
+
+    def _check_ranks(self, sender: Sender, session: Session, shake: Handshake) -> None:
+        """Whether it is one of the ranks of one instance that we wait for. Raises BadMessage."""
+        if sender.state is not State.BOOTSTRAPPING:
+            raise BadMessage(f"more than {len(sender.targets)} decode ranks shook hands")
+        mine = session.attach
+        if shake.decode_ranks != session.decode_ranks:
+            raise BadMessage(
+                f"{shake.decode_ranks} decode ranks are announced, of tp = {mine.tp} there and"
+                f" {self._me.tp} here {session.decode_ranks} shake hands"
+            )
+        others = [s.attach for s in self._targets(sender)]
+        if any((o.tp, o.rank.dp) != (mine.tp, mine.rank.dp) for o in others):
+            raise BadMessage(f"decode rank {mine.rank} is of another instance than its siblings")
+        if any(other.rank == mine.rank for other in others):
+            raise BadMessage(f"decode rank {mine.rank} shook hands twice")
 
     def _keep_early(self, session: Session, shake: Handshake, expires_at: float) -> None:
         key = shake.room, shake.attempt
@@ -264,8 +291,8 @@ class Senders:
         is_target = sender is not None and session.name in sender.targets
         if sender is None:
             self._remember(key, self._outcomes.get(key, problem))
-        elif is_target or not sender.targets:
-            self._feed(sender, DecodeLeft(problem))
+        elif is_target or sender.state is State.BOOTSTRAPPING:
+            self._feed(sender, DecodeLeft(problem, session.name))
         if not is_target:
             self._voice.quiesced(session, key)
 
@@ -317,20 +344,18 @@ class Senders:
             match effect:
                 case SenderReady() | SendFailed():
                     self.events.append(effect)
-                case SayFailed(problem):
+                case SayFailed(problem, but):
                     for session in self._targets(sender):
-                        self._voice.failed(session, sender.key, problem)
-                case SayComplete():
-                    self._ring(sender, complete=True)
+                        if session.name != but:
+                            self._voice.failed(session, sender.key, problem)
                 case StopWrites():
                     held = sorted(self.writes.holders(sender.key))
                     self.outbox.extend(AbortWrite(write) for write in held)
                 case _:
                     assert_never(effect)
-        if not was_over and sender.state in TERMINAL:
-            sender.last.clear()
-            if self.writes.seal(sender.key):
-                self._forget(sender)
+        is_over = not was_over and sender.state in TERMINAL
+        if is_over and self.writes.seal(sender.key):
+            self._forget(sender)
 
     def _forget(self, sender: Sender) -> None:
         """It is over and no write of it is open: source and target may be reused."""
@@ -343,36 +368,22 @@ class Senders:
             if sender.state is not State.DONE:
                 self._voice.quiesced(session, sender.key)
 
-    def _go_on(self, sender: Sender, now: float) -> None:
-        """A write ended or the last one was given: the slot waits for all other writes."""
-        if sender.state is not State.TRANSFERRING:
-            return
-        if not sender.is_last_given:
-            self._ring(sender)
-        elif self.writes.holders(sender.key):
-            return
-        elif sender.last:
-            writes, sender.last = sender.last, []
-            self._start(sender, writes, now)
-        else:
+    def _go_on(self, sender: Sender) -> None:
+        if sender.is_last_given and not self.writes.holders(sender.key):
             self._feed(sender, AllWritten())
 
-    def _ring(self, sender: Sender, complete: bool = False) -> None:
-        for session in self._targets(sender):
-            self._voice.progress(session, sender.key, sender.done_bytes, complete)
-
-    def _start(self, sender: Sender, writes: Sequence[Write], now: float) -> None:
-        for write in writes:
-            session = self.sessions.get(write.peer)
-            assert session is not None, "its death would have ended the attempt"
-            self.writes.hold(sender.key, write.id)
-            self._open.begin(write.id, OpenWrite(sender.key, session, write.size, now))
-            self.outbox.append(StartWrite(write))
+    def _start(self, sender: Sender, target: Target, write: Write, now: float) -> None:
+        session = self.sessions.get(target.session)
+        assert session is not None, "its death would have ended the attempt"
+        target.open += 1
+        what = OpenWrite(sender.key, session, write.size, now, write.slot is not None)
+        self.writes.hold(sender.key, write.id)
+        self._open.begin(write.id, what)
+        self.outbox.append(StartWrite(write))
 
     def _write(self, chunk: SendBlocks, target: Target) -> Write:
         self._last_write += 1
-        me = self._me
-        return write_of(chunk, target, self._last_write, me.layout.block_bytes, me.pool_at)
+        return write_of(chunk, target, self._last_write)
 
     def _targets(self, sender: Sender) -> list[Session]:
         """The sessions that wait for it and live."""
@@ -386,17 +397,28 @@ class Senders:
     def _problem(self, error: type[PdrtError], key: Key, cause: str) -> Problem:
         """Names all that is needed to find the fault."""
         sender = self.rooms.get(key)
-        targets = ", ".join(sender.targets) if sender else ""
-        progress = (
-            f"; {sender.done_bytes} of {sender.given_bytes} bytes written, last {sender.state}"
-            if sender
-            else ""
-        )
+        targets = "nobody yet"
+        progress = ""
+        if sender is not None:
+            targets = ", ".join(map(self._told_of, sender.targets.values())) or targets
+            progress = (
+                f"; {sender.done_bytes} of {sender.given_bytes} bytes written, last {sender.state}"
+            )
         text = (
-            f"room {key[0]} attempt {key[1]}: {cause}; prefill rank {self._me.rank}"
-            f" over {self._me.transport} to {targets or 'nobody yet'}{progress}"
+            f"room {key[0]} attempt {key[1]}: {cause}; prefill rank {self._me.rank} to"
+            f" {targets}{progress}"
         )
         return Problem(code=error.code, message=text, stage="transfer")
+
+    def _told_of(self, target: Target) -> str:
+        session = self.sessions.get(target.session)
+        where = f" rank {session.attach.rank} at {session.endpoint}" if session else ", now gone,"
+        transport = session.transport if session else ""
+        share = "" if target.writes else ", which another rank writes"
+        return (
+            f"{target.session}{where} over {transport or self._me.transport}"
+            f" ({target.done_bytes} bytes{share})"
+        )
 
     def _repeat(self, session: Session, key: Key) -> None:
         """What was said at its end may have been lost."""
