@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from rich.console import Console
 from rich.text import Text
@@ -26,11 +26,18 @@ from pdrt.config import (
     Role,
     RouterConfig,
     SecuritySection,
+    TransferSection,
+    TransportName,
     is_loopback,
     load,
     user_key_file,
 )
 from pdrt.control.instances import base_url
+from pdrt.data import installed
+from pdrt.data.installed import NEEDS, ORDER
+from pdrt.data.probe import CURES
+from pdrt.data.transport.choose import names
+from pdrt.data.trial import try_out
 from pdrt.device.poolsize import host_bytes
 from pdrt.errors import ConfigError, PdrtError
 from pdrt.modelspec import ModelSpec
@@ -51,7 +58,13 @@ class Finding:
     advice: str = ""
 
 
-Check: TypeAlias = Callable[[], Iterator[Finding]]
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What is asked about this host's transports."""
+
+    package: Callable[[TransportName], str | None] = installed.package
+    devices: Callable[[TransportName], list[str]] = installed.devices
+    trial: Callable[[TransferSection, str], float] = try_out
 
 
 def fine(what: str) -> Finding:
@@ -66,8 +79,11 @@ def wrong(what: str, advice: str) -> Finding:
     return Finding(Verdict.WRONG, what, advice)
 
 
-def examine(conf: Path | None, role: Role | None, cache: Path) -> Iterator[Finding]:
+def examine(
+    conf: Path | None, role: Role | None, cache: Path, host: Host | None = None
+) -> Iterator[Finding]:
     """All that can be said about a node or a router with this config."""
+    transfer, address, needed = TransferSection(), "127.0.0.1", set[str]()
     yield from _system()
     try:
         if conf is not None and is_router(conf):
@@ -78,11 +94,15 @@ def examine(conf: Path | None, role: Role | None, cache: Path) -> Iterator[Findi
             node = load(NodeConfig, conf)
             yield fine(f"config: {conf or 'defaults and environment'} can be read")
             yield from _node(node, role, cache)
+            transfer, address = node.transfer, node.parallel.local_ip
+            needed = set() if role == "hybrid" else set(names(transfer))
             if conf is None and role is None:  # `pdrt up` is asked about, too
                 yield _port("router", node.parallel.local_ip, node.ports.router)
     except ConfigError as error:
         yield wrong(f"config: {error}", "correct the file or the PDRT_* variable named there")
-    yield from _transports()
+    way = address if _is_here(address) else "127.0.0.1"
+    for name in ORDER:
+        yield _transport(name, transfer, way, host or Host(), wrong if name in needed else note)
     yield from _devices()
 
 
@@ -257,9 +277,34 @@ def _peer(http: str) -> Finding:
         return note(f"peer: {http}: {error}", "start it, or correct the router's targets")
 
 
-def _transports() -> Iterator[Finding]:
-    yield fine("transport: shm, for peers on one host")
-    yield note("transport: tcp, nixl, mooncake and memfabric are not built into this version")
+def _transport(
+    name: TransportName,
+    config: TransferSection,
+    address: str,
+    host: Host,
+    bad: Callable[[str, str], Finding],
+) -> Finding:
+    """What of it is here, and how fast it moved 64 MiB just now."""
+    needs, package, found = NEEDS[name], host.package(name), host.devices(name)
+    if package is None:
+        return bad(f"transport: {name} is not installed", needs.install)
+    says = f"transport: {name}" + (f" ({package})" if package else "")
+    if needs.devices:
+        says += f", devices: {', '.join(found) or 'none'}"
+    if needs.unverified:
+        says += f"; {needs.unverified} not verified on hardware"
+    if needs.needs_device and not found:
+        return bad(says, CURES[name])
+    try:
+        alone = config.model_copy(update={"transport": name, "faults": None})
+        speed = host.trial(alone, address)
+    except PdrtError as error:
+        return bad(f"{says}: {error}", needs.install or CURES[name])
+    return fine(f"{says}: 64 MiB from and to host memory at {speed:.2f} GB/s, all bytes compared")
+
+
+def _is_here(host: str) -> bool:
+    return all(finding.verdict is Verdict.FINE for finding in _address(host))
 
 
 def _devices() -> Iterator[Finding]:

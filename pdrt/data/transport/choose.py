@@ -8,12 +8,14 @@ from pdrt.config import TransferSection, TransportName
 from pdrt.data.memory import PoolMemory
 from pdrt.data.transport.choosing import Choosing
 from pdrt.data.transport.faulty import FaultyTransport
+from pdrt.data.transport.mooncake import open_mooncake
+from pdrt.data.transport.nixl import open_nixl
 from pdrt.data.transport.promise import Transport
 from pdrt.data.transport.shm import ShmTransport
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
 
-_BUILT: Final[tuple[str, ...]] = ("shm",)
+_BUILT: Final[tuple[str, ...]] = ("shm", "nixl", "mooncake")
 
 
 def names(config: TransferSection) -> tuple[TransportName, ...]:
@@ -42,5 +44,9 @@ def _open(
     match name:
         case "shm":
             return ShmTransport(memory, config.threads)
+        case "nixl":
+            return open_nixl(config, memory, local_ip)
+        case "mooncake":
+            return open_mooncake(config, memory, local_ip)
         case _:
             raise ConfigError(f"[transfer] transport = {name!r} is not part of this version")

@@ -179,9 +179,9 @@ class BoundAgent:
         config = library.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = True, POLL_US
         config.syncMode = library.NIXL_THREAD_SYNC_RW
-        self._nixl = library
+        self._nixl, self._name = library, f"pdrt-{secrets.token_hex(8)}"
         with self._mapped():
-            self._agent = library.nixlAgent(f"pdrt-{secrets.token_hex(8)}", config)
+            self._agent = library.nixlAgent(self._name, config)
             self._backends = [self._agent.createBackend(backend, {})]
         self._registered: list[object] = []
 
@@ -197,11 +197,15 @@ class BoundAgent:
         return metadata
 
     def load(self, metadata: bytes) -> str:
+        if metadata == self.metadata():  # of ourselves NIXL knows already
+            return self._name
         with self._mapped():
             name: str | bytes = self._agent.loadRemoteMD(metadata)
         return name.decode() if isinstance(name, bytes) else name
 
     def forget(self, name: str) -> None:
+        if name == self._name:
+            return
         with self._mapped():
             self._agent.invalidateRemoteMD(name)
 
