@@ -1,0 +1,57 @@
+"""A batch on its way to the followers: it comes out as it went in, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrt import messages, steps
+from pdrt.device.batch import ELSEWHERE, Draw, SeqStep
+from pdrt.errors import BadMessage
+from pdrt.messages import Sampling, pack_ids
+
+IDS = st.lists(st.integers(0, (1 << 31) - 1), max_size=6)
+DRAW = Draw(Sampling(seed=7), [1, 2, 3], 2)
+SEQUENCE = st.builds(
+    SeqStep,
+    st.integers(1, 1 << 40),
+    IDS,
+    st.integers(0, 1 << 20),
+    IDS,
+    st.sampled_from([None, DRAW]),
+)
+
+
+@given(batch=st.lists(SEQUENCE, max_size=5))
+def test_a_batch_comes_out_as_it_went_in_but_for_how_tokens_are_drawn(
+    batch: list[SeqStep],
+) -> None:
+    frame = messages.encode(messages.TO_FOLLOWER, steps.pack(3, batch))
+    step = messages.decode(messages.TO_FOLLOWER, frame)
+    assert isinstance(step, messages.Step)
+    assert step.number == 3
+    assert steps.unpack(step) == [replace(s, draw=s.draw and ELSEWHERE) for s in batch]
+
+
+GOOD = steps.pack(1, [SeqStep(1, [5, 6], 0, [3], None), SeqStep(2, [7], 4, [1, 2], DRAW)])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        replace(GOOD, keys=GOOD.keys[:8]),
+        replace(GOOD, keys=GOOD.keys[:9]),
+        replace(GOOD, starts=GOOD.starts[:4], keys=GOOD.keys[:8]),
+        replace(GOOD, tokens=GOOD.tokens[:4]),
+        replace(GOOD, blocks=GOOD.blocks + b"x"),
+        replace(GOOD, token_counts=pack_ids([4, -1])),
+        replace(GOOD, block_counts=pack_ids([3])),
+        replace(GOOD, draws=pack_ids([1])),
+    ],
+)
+def test_columns_that_do_not_fit_together_are_a_bad_message(bad: messages.Step) -> None:
+    with pytest.raises(BadMessage):
+        steps.unpack(bad)
