@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Final, ParamSpec, Protocol, TypeVar
+from typing import Final, ParamSpec, TypeAlias, TypeVar
 
 from pdrt.config import NodeConfig
 from pdrt.data.memory import PoolMemory
@@ -23,13 +23,8 @@ from pdrt.spawn import WorkerSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Load: TypeAlias = Callable[[NodeConfig, Progress, int, int], Runner]  # tp rank and size
 _MEET_S: Final = 60.0  # for the ranks of a group to come to a sum; the dead are noticed at once
-
-
-class Load(Protocol):
-    def __call__(self, config: NodeConfig, progress: Progress, rank: int, size: int) -> Runner:
-        """The shard of this tensor-parallel rank, still without a pool."""
-        ...
 
 
 class Engine:

@@ -197,7 +197,12 @@ def test_what_was_received_while_the_scheduler_gave_it_up_stays_received() -> No
 
 def test_a_group_of_one_hears_exactly_what_its_rank_says() -> None:
     group = Group(1)
-    told = [QUIET, Received(*KEY, RECORD), SendEnded(*KEY, LOST), SendFailed(*KEY, LOST)]
+    told: list[TransferEvent] = [
+        QUIET,
+        Received(*KEY, RECORD),
+        SendEnded(*KEY, LOST),
+        SendFailed(*KEY, LOST),
+    ]
     for each in told:
         group.heard(0, each)
     group.command(ADMIT)
@@ -299,6 +304,8 @@ class FakeRank:
             case "failed", _:
                 del self.receives[key]
                 self.said.append(Quiet(*key))
+            case _:
+                pass
 
 
 @dataclass(slots=True)
