@@ -39,6 +39,21 @@ class Transfers(Protocol):
     def stats(self) -> TransferStats: ...
 
 
+class OwnTransfers(Transfers, Protocol):
+    """A rank's own, which has a life; see KVTransferManager."""
+
+    async def start(self) -> str: ...
+
+    async def run(self) -> None: ...
+
+    async def try_transports(self) -> None: ...
+
+
+MakeTransfers: TypeAlias = Callable[
+    [WorkerSpec, PoolMemory, ClientSession, Callable[[], None]], OwnTransfers
+]
+
+
 def scheduler(spec: WorkerSpec, runner: Runner, blocks: int) -> AnyScheduler:
     """The one of the worker's role."""
     config, transfer = spec.config.scheduler, spec.config.transfer
@@ -74,9 +89,7 @@ def transfers(
         rank=spec.rank,
         layout=memory.layout,
         memory=memory,
-        transport=open_transport(
-            spec.config.transfer, memory, spec.disagg.local_ip, spec.key
-        ),
+        transport=open_transport(spec.config.transfer, memory, spec.disagg.local_ip, spec.key),
         key=spec.key,
         local_ip=spec.disagg.local_ip,
         timeouts=spec.config.timeouts,
@@ -85,7 +98,7 @@ def transfers(
         wake=wake,
         clock=time.monotonic,
         wall=time.time,
-        decode_tp=spec.config.parallel.tp,
+        tp=spec.config.parallel.tp,
         checksums=spec.config.transfer.checksums,
     )
 

@@ -30,6 +30,7 @@ def _parts(handshake: Handshake, endpoint: str) -> tuple[bytes, ...]:
         handshake.prompt_tokens,
         handshake.decode_ranks,
         handshake.number,
+        int(handshake.writes),
     )
     return (
         b"handshake",

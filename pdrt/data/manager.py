@@ -99,7 +99,7 @@ class KVTransferManager:
     wake: Callable[[], None]
     clock: Clock
     wall: Clock
-    decode_tp: int = 1
+    tp: int = 1  # of our instance
     checksums: bool = False  # decode: verify what arrives before it is used
 
     def __post_init__(self) -> None:
@@ -109,7 +109,9 @@ class KVTransferManager:
         self._wire = Wire(self.key, self.local_ip)
         self._process = this_process()
         self._patience = Patience.of(self.timeouts)
-        self._slots = MetadataBufferPool(self.memory.slots_view, self.memory.slots)
+        self._slots = MetadataBufferPool(
+            self.memory.slots_view, self.memory.slots, self.memory.writers
+        )
         self._lives = DeathWatch(self._died)
         self._counters: Counter[str] = Counter()
         self._group: asyncio.TaskGroup | None = None
@@ -134,10 +136,11 @@ class KVTransferManager:
                 self.memory.pool_at,
                 self.transport.name,
                 self.key,
+                self.tp,
             )
             self._senders = Senders(sending, self.limits, self._patience)
         else:
-            receiving = Receiving(self.rank, self.decode_tp, self._attach(endpoint), self.key)
+            receiving = Receiving(self.rank, self.tp, self._attach(endpoint), self.key)
             self._receivers = Receivers(receiving, self._slots, self.limits, self._patience)
         return endpoint
 
@@ -148,6 +151,8 @@ class KVTransferManager:
             process=self._process,
             layout=self.layout,
             region=self.memory.region(self.transport.offers),
+            rank=self.rank,
+            tp=self.tp,
             checksums=self.checksums,
         )
 
@@ -322,10 +327,36 @@ class KVTransferManager:
             case out.DetachPeer(peer):
                 self.transport.detach(peer)
                 self._ways.forget(peer)
+            case out.Admit() | out.Revoke():
+                self._gate(effect)
+            case out.Admit() | out.Revoke():
+                self._gate(effect)
             case out.AttachPeer() | out.VerifyBlocks() | out.FindRoute():
                 self._begin(effect, group)
             case out.ForgetRoute(host, port):
                 self.prefill_info_table.pop((host, port), None)
+            case _:
+                assert_never(effect)
+
+    def _gate(self, effect: out.Admit | out.Revoke) -> None:
+        """Who may write to our memory."""
+        match effect:
+            case out.Admit(key, areas):
+                self.transport.admit(key, areas)
+            case out.Revoke(key, through):
+                if self.transport.revoke(key, through):
+                    self._receiving.revoked(key, through)
+            case _:
+                assert_never(effect)
+
+    def _gate(self, effect: out.Admit | out.Revoke) -> None:
+        """Who may write to our memory."""
+        match effect:
+            case out.Admit(key, areas):
+                self.transport.admit(key, areas)
+            case out.Revoke(key, through):
+                if self.transport.revoke(key, through):
+                    self._receiving.revoked(key, through)
             case _:
                 assert_never(effect)
 

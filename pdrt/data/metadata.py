@@ -63,17 +63,20 @@ def unpack_slot(data: bytes) -> SlotRecord | None:
 
 
 class MetadataBufferPool:
-    """The slots of a decode rank, and which of them are waited for.
+    """The slots of a decode rank, in rows of `writers`, and which of them are waited for.
 
-    A scan is one vectorised compare over all slots; CRCs are computed for candidates only,
-    and for a stale record only once.
+    A scan is one vectorised look at the slots that are waited for, however many there are
+    besides; CRCs are computed for candidates only, and for a stale record only once.
     """
 
-    def __init__(self, view: memoryview, slots: int) -> None:
+    def __init__(self, view: memoryview, rows: int, writers: int = 1) -> None:
+        self.writers = writers
+        slots = rows * writers
         self._bytes = view[: slots * SLOT_BYTES]
         self._words = np.frombuffer(self._bytes, dtype="<u4").reshape(slots, SLOT_BYTES // 4)
-        self._wanted: list[tuple[int, int, int] | None] = [None] * slots
-        self._waiting = np.zeros(slots, dtype=bool)
+        self._wanted: dict[int, tuple[int, int, int]] = {}
+        self._queue = np.empty(slots, dtype=np.int64)  # slots that are waited for: the first ...
+        self._places = np.empty(slots, dtype=np.int64)  # ... and the place of each of them there
         self._judged = np.full(slots, _UNJUDGED, dtype=np.int64)  # CRC of a known stale record
         self._torn: set[int] = set()
         self.stale = 0
@@ -81,19 +84,31 @@ class MetadataBufferPool:
 
     @property
     def waiting(self) -> int:
-        return int(np.count_nonzero(self._waiting))
+        return len(self._wanted)
+
+    def slot_of(self, row: int, place: int) -> int:
+        """Where the row's writer of this place writes."""
+        assert 0 <= place < self.writers, f"place {place} of a row of {self.writers}"
+        return row * self.writers + place
 
     def watch(self, slot: int, room: int, attempt: int, kv_len: int) -> None:
         """Wipe the slot and wait for this record. To be called before its writer learns of it."""
         self._wipe(slot)
+        if slot not in self._wanted:
+            self._places[slot] = len(self._wanted)
+            self._queue[len(self._wanted)] = slot
         self._wanted[slot] = (room, attempt, kv_len)
-        self._waiting[slot] = True
 
     def unwatch(self, slot: int) -> None:
         """Wait no longer, and wipe."""
-        self._wanted[slot] = None
-        self._waiting[slot] = False
+        self._wait_no_more(slot)
         self._wipe(slot)
+
+    def _wait_no_more(self, slot: int) -> None:
+        if self._wanted.pop(slot, None) is None:
+            return
+        last, place = self._queue[len(self._wanted)], self._places[slot]
+        self._queue[place], self._places[last] = last, place
 
     def _wipe(self, slot: int) -> None:
         self._words[slot] = 0
@@ -102,16 +117,19 @@ class MetadataBufferPool:
 
     def scan(self) -> list[tuple[int, SlotRecord]]:
         """Slots that became valid since the last scan, each once."""
-        words = self._words
-        candidates = self._waiting & (words[:, _STATUS_WORD] != 0)
-        candidates &= words[:, _CRC_WORD] != self._judged
-        found = ((slot, self.look(slot)) for slot in np.flatnonzero(candidates).tolist())
+        slots = self._queue[: len(self._wanted)]
+        words = self._words[slots]
+        is_new = words[:, _STATUS_WORD] != 0
+        if not is_new.any():
+            return []
+        is_new &= words[:, _CRC_WORD] != self._judged[slots]
+        found = ((slot, self.look(slot)) for slot in sorted(slots[is_new].tolist()))
         return [(slot, record) for slot, record in found if record is not None]
 
     def look(self, slot: int) -> SlotRecord | None:
         """The record that this slot waits for, if it is there; then it waits no longer."""
-        wanted = self._wanted[slot]
-        if wanted is None or not self._waiting[slot]:
+        wanted = self._wanted.get(slot)
+        if wanted is None:
             return None
         data = bytes(self._bytes[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES])
         record = unpack_slot(data)
@@ -122,7 +140,7 @@ class MetadataBufferPool:
             self.stale += 1
             self._judged[slot] = int.from_bytes(data[-4:], "little")
             return None
-        self._waiting[slot] = False
+        self._wait_no_more(slot)
         return record
 
     def _note_torn(self, slot: int, data: bytes) -> None:

@@ -15,6 +15,7 @@ class OpenWrite:
     session: Session
     size: int
     started_at: float
+    has_slot: bool = False
 
 
 class OpenWrites:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pdrt.data.events import SlotRecord
-from pdrt.data.transport.promise import Peer, Write
+from pdrt.data.transport.promise import Areas, Key, Peer, Write
 from pdrt.messages import (
     FROM_DECODE,
     FROM_PREFILL,
@@ -74,6 +74,25 @@ class DetachPeer:
     peer: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Admit:
+    """The writers of this attempt may fill these areas of our memory from now on."""
+
+    key: Key
+    areas: Areas
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """They may not any more. Where the transport guarantees it, the answer is `revoked`.
+
+    `through`: the transports in question; none named: all.
+    """
+
+    key: Key
+    through: frozenset[str]
+
+
 @dataclass(frozen=True, slots=True)
 class VerifyBlocks:
     """Compare what has arrived with its checksums; the answer is `verified`."""
@@ -107,6 +126,8 @@ Outward: TypeAlias = (
     | AbortWrite
     | AttachPeer
     | DetachPeer
+    | Admit
+    | Revoke
     | VerifyBlocks
     | FindRoute
     | ForgetRoute

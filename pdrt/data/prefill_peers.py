@@ -1,9 +1,22 @@
-"""The prefill ranks that write to a decode rank: attached, pinged, suspected, given up."""
+"""The prefill ranks that write to a decode rank: attached, pinged, suspected, given up.
+
+Who is proven dead: a process whose end the kernel told (same host), and one whose place (rank,
+address and bootstrap server) has been registered anew by another process in a newer epoch. The
+same process in a newer epoch proves nothing: it may still write.
+
+A peer that lives but keeps memory in quarantine beyond the grace time is fenced: it gets no new
+attempts until it has let go of all that is overdue, or is another process. The memory that it
+may write stays retired, as a figure that is watched (`quarantined`, `peers_fenced`). This is the
+choice because nothing else is proof: neither a deregistration nor the end of a connection keeps
+an RDMA write from landing, and a restart of this side would cost all its other requests.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from pdrt.config import bracketed
 from pdrt.data.limits import Patience
@@ -11,9 +24,11 @@ from pdrt.data.outward import ForgetRoute, HangUp, Outward, Tell, WatchLife
 from pdrt.data.peer import Beat, Died, Health, Miss, feed
 from pdrt.data.pulse import Pulse
 from pdrt.data.transfer import Key
-from pdrt.messages import Attach, Ping, Process, RankAddress
+from pdrt.messages import Attach, Attached, Ping, Process, RankAddress, Route
 
 _FORGET_S = 60.0  # a dead peer that nobody needs
+
+Server: TypeAlias = tuple[str, int]  # a bootstrap server: host, port
 
 
 @dataclass(slots=True)
@@ -21,14 +36,30 @@ class PrefillPeer:
     """One life of one prefill rank's process."""
 
     name: str
+    address: RankAddress
     endpoint: str
-    process: Process
     pulse: Pulse
     health: Health = Health.UNKNOWN
     is_attached: bool = False
+    is_fenced: bool = False
+    transport: str = ""  # what it writes through; empty: it did not say
     needed_at: float = 0.0
-    rooms: set[Key] = field(default_factory=set)  # attempts that it writes or will write
-    sources: set[tuple[str, int]] = field(default_factory=set)
+    sought_at: float = 0.0  # when its successor was last asked for
+    rooms: set[Key] = field(default_factory=set)  # attempts in which it has a part
+    places: dict[tuple[Server, str], int] = field(default_factory=dict)  # rank -> its epoch
+
+    @property
+    def process(self) -> Process:
+        return self.address.process
+
+    @property
+    def is_out(self) -> bool:
+        """Whether it is no use to wait for it."""
+        return self.is_fenced or self.health is Health.DEAD
+
+    @property
+    def condition(self) -> str:
+        return "fenced" if self.is_fenced else self.health.value
 
 
 class PrefillPeers:
@@ -47,18 +78,19 @@ class PrefillPeers:
     def all(self) -> list[PrefillPeer]:
         return list(self._by_name.values())
 
-    def reach(self, address: RankAddress, source: tuple[str, int], now: float) -> PrefillPeer:
-        """The peer at this address in this life; a new one is told who we are."""
+    def reach(self, route: Route, server: Server, rank: str, now: float) -> PrefillPeer:
+        """The peer that has this place now; a new one is told who we are."""
+        address = route.ranks[rank]
         endpoint = f"tcp://{bracketed(address.rank_ip)}:{address.rank_port}"
         process = address.process
         name = f"{endpoint}#{process.pid}.{process.started}"
         peer = self._by_name.get(name)
         if peer is None:
             pulse = Pulse(self._patience.every, self._patience.answer, now)
-            peer = self._by_name[name] = PrefillPeer(name, endpoint, process, pulse)
+            peer = self._by_name[name] = PrefillPeer(name, address, endpoint, pulse)
             self._outbox.append(WatchLife(process))
             self._beat(peer, now)
-        peer.sources.add(source)
+        peer.places[server, rank] = address.instance_epoch
         peer.needed_at = now
         return peer
 
@@ -70,6 +102,13 @@ class PrefillPeers:
         for peer in self.by_process(process):
             peer.pulse.answered(number)
             feed(peer, Beat())
+
+    def attached(self, message: Attached) -> list[PrefillPeer]:
+        """The peers that this process is."""
+        peers = self.by_process(message.process)
+        for peer in peers:
+            peer.is_attached, peer.transport = True, message.transport
+        return peers
 
     def overdue(self, now: float) -> list[PrefillPeer]:
         """Ping who is due; returns who is dead from now on."""
@@ -98,6 +137,48 @@ class PrefillPeers:
             self.forget(peer)
         return gone
 
+    def superseded(self, route: Route, server: Server) -> list[PrefillPeer]:
+        """Peers whose places others have now: they are dead, and forgotten here.
+
+        On our own host the kernel knows better.
+        """
+        gone = [p for p in self.all() if self._is_superseded(p, route, server)]
+        for peer in gone:
+            feed(peer, Died())
+            peer.is_attached = False
+            self._counters["peers_lost"] += 1
+            self.forget(peer)
+        return gone
+
+    def _is_superseded(self, peer: PrefillPeer, route: Route, server: Server) -> bool:
+        if peer.process.host == self._attach.process.host:
+            return False
+        return any(
+            at == server
+            and (heir := route.ranks.get(rank)) is not None
+            and heir.rank_ip == peer.address.rank_ip
+            and heir.instance_epoch > epoch
+            and heir.process != peer.process
+            for (at, rank), epoch in peer.places.items()
+        )
+
+    def may_seek_heir(self, peer: PrefillPeer, now: float) -> bool:
+        """Whether to ask who has the dead peer's place now: only its death frees our memory."""
+        is_local = peer.process.host == self._attach.process.host
+        is_early = now - peer.sought_at < self._patience.every
+        if is_local or is_early or peer.health is not Health.DEAD:
+            return False
+        peer.sought_at = now
+        return True
+
+    def fence(self, stuck: Collection[str]) -> list[PrefillPeer]:
+        """These keep memory longer than the grace time; returns who did not before."""
+        fenced = [p for p in self.all() if p.name in stuck and not p.is_fenced]
+        for peer in self.all():
+            peer.is_fenced = peer.name in stuck
+        self._counters["peers_fenced"] += len(fenced)
+        return fenced
+
     def forget(self, peer: PrefillPeer) -> None:
         del self._by_name[peer.name]
         self._outbox.append(HangUp(peer.endpoint))
@@ -105,7 +186,7 @@ class PrefillPeers:
     def _give_up(self, peer: PrefillPeer) -> None:
         peer.is_attached = False
         self._counters["peers_lost"] += 1
-        self._outbox.extend(ForgetRoute(*source) for source in peer.sources)
+        self._outbox.extend(ForgetRoute(*server) for server, _ in peer.places)
 
     def _drop_unneeded(self, now: float) -> None:
         for peer in self.all():

@@ -1,16 +1,18 @@
 """The decode side of all transfers of a rank: decisions only, no socket and no clock.
 
 Promises: an attempt's end is told once; after a failure or an abort of an admitted attempt
-Quiet is told exactly once, when every rank that knew its blocks has said Quiesced or is dead.
+Quiet is told exactly once, when each rank that may write has proven that it does not any more:
+it said Quiesced, it is dead, or the transport keeps it out (`revoked`).
 No passed time releases memory. What got lost on the way is said again until it is answered.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import assert_never
 
+from pdrt.data.asking import Asking
 from pdrt.data.checksums import Corrupt
 from pdrt.data.commands import AdmitReceiver
 from pdrt.data.events import (
@@ -23,11 +25,11 @@ from pdrt.data.events import (
     SlotRecord,
     TransferEvent,
 )
-from pdrt.data.handshake import signed
+from pdrt.data.landing import Landing
+from pdrt.data.legs import disagreement, told, writers_of
 from pdrt.data.limits import Limits, Patience
 from pdrt.data.metadata import MetadataBufferPool
-from pdrt.data.outward import FindRoute, ForgetRoute, Outward, Tell, VerifyBlocks
-from pdrt.data.peer import Health
+from pdrt.data.outward import Admit, FindRoute, ForgetRoute, Outward, Revoke, VerifyBlocks
 from pdrt.data.prefill_peers import PrefillPeer, PrefillPeers
 from pdrt.data.quarantine import Ledger
 from pdrt.data.topology import Topology
@@ -36,6 +38,7 @@ from pdrt.data.transfer import (
     Admitted,
     Broke,
     Key,
+    Leg,
     PromptBegan,
     ReceiveInput,
     Receiver,
@@ -50,7 +53,6 @@ from pdrt.data.transfer import (
 from pdrt.errors import ConfigError, DeadlinePassed, PdrtError, PeerLost, TransferFailed
 from pdrt.keys import ClusterKey
 from pdrt.messages import (
-    AbortTransfer,
     Accepted,
     Attach,
     Attached,
@@ -70,8 +72,6 @@ from pdrt.messages import (
     pack_ids,
     unpack_ids,
 )
-
-_AGAIN_ACCEPTED = 5.0  # an accepted handshake is asked about so many times more slowly
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +94,18 @@ class Receivers:
     def __init__(
         self, me: Receiving, slots: MetadataBufferPool, limits: Limits, patience: Patience
     ) -> None:
-        self._me, self._slots, self._patience = me, slots, patience
+        self._me, self._patience = me, patience
         self.outbox: deque[Outward] = deque()
         self.events: deque[TransferEvent] = deque()
         self.counters: Counter[str] = Counter()
         self.peers = PrefillPeers(me.attach, patience, self.outbox, self.counters)
         self.rooms: dict[Key, Receiver] = {}
-        self.writers: Ledger[Key, str] = Ledger()
-        self._topology = Topology(me.attach.layout, me.rank, me.decode_tp)
-        self._by_slot: dict[int, Key] = {}
-        self._done: OrderedDict[Key, None] = OrderedDict()
-        self._max_done = limits.outcomes
-        self._number = 0
+        self.writers: Ledger[Key, str] = Ledger()  # attempt -> prefill ranks that may write
+        self._asking = Asking(me.attach, me.key, self.peers, patience, self.outbox)
+        self._landing = Landing(slots, me.attach)
+        self._topology = Topology(me.attach.layout, me.rank, me.decode_tp, slots.writers)
+        self._past: OrderedDict[Key, State] = OrderedDict()
+        self._max_past = limits.outcomes
 
     # What the scheduler wants.
 
@@ -113,6 +113,9 @@ class Receivers:
         """A request will come to us from that source; ReceiverReady when its ranks are known."""
         assert receiver.key not in self.rooms
         self.rooms[receiver.key] = receiver
+        self._find_route(receiver)
+
+    def _find_route(self, receiver: Receiver) -> None:
         host, port = receiver.source
         source = Source(host=host, port=port, dp_rank=receiver.dp_rank)
         self.outbox.append(FindRoute(receiver.room, receiver.attempt, source))
@@ -131,48 +134,56 @@ class Receivers:
     def _reserve(self, receiver: Receiver, admitted: AdmitReceiver, expires: float) -> None:
         room, attempt = receiver.key
         receiver.deadline = admitted.deadline
-        receiver.slot = admitted.slot
+        receiver.row = admitted.slot
         receiver.handshake = Handshake(
             room=room,
             attempt=attempt,
             session=self._me.session,
             blocks=pack_ids(admitted.blocks),
             first_block=admitted.first_block,
-            slot=admitted.slot,
+            slot=self._landing.first_slot(receiver.row),
             prompt_tokens=admitted.prompt_tokens,
             prompt_hash=admitted.prompt_hash,
-            decode_ranks=1,
+            decode_ranks=receiver.decode_ranks,
             expires=expires,
             token=b"",
         )
-        self._slots.watch(admitted.slot, room, attempt, admitted.prompt_tokens)
-        self._by_slot[admitted.slot] = receiver.key
-        for name in receiver.writers.values():
-            self.writers.hold(receiver.key, name)
+        for leg in receiver.legs.values():
+            if peer := self.peers.get(leg.peer):
+                leg.transport = peer.transport
+            if leg.writes:
+                self.writers.hold(receiver.key, leg.rank)
+        self._landing.expect(receiver, admitted.prompt_tokens)
+        self.outbox.append(Admit(receiver.key, self._landing.areas(receiver, admitted)))
 
     def abort(self, key: Key, reason: str, now: float) -> None:
         """The scheduler does not want it any more."""
         receiver = self.rooms.get(key)
         if receiver is not None:
             self._feed(receiver, Withdrawn(reason), now)
-        elif key in self._done:  # it was received while the scheduler gave it up
-            del self._done[key]
+        elif self._past.get(key) is State.DONE:  # received while the scheduler gave it up
+            del self._past[key]
             self.events.append(Quiet(*key))
 
     # What the bootstrap server tells.
 
     def resolved(self, key: Key, route: Route, now: float) -> None:
         receiver = self.rooms.get(key)
-        if receiver is None or receiver.state is not State.BOOTSTRAPPING:
+        if receiver is None:
+            return
+        for peer in self.peers.superseded(route, receiver.source):
+            self._bury(peer, "another process has its place", now)
+        if receiver.state is not State.BOOTSTRAPPING:
             return
         try:
-            ranks = self._topology.writers(route, receiver.room, receiver.dp_rank)
+            places = self._topology.places(route, receiver.room, receiver.dp_rank)
         except ConfigError as error:
             self._break(receiver, ConfigError, str(error), now)
             return
-        for rank in ranks:
-            peer = self.peers.reach(route.ranks[rank], receiver.source, now)
-            receiver.writers[rank] = peer.name
+        receiver.decode_ranks = self._topology.handshakes(route)
+        for rank, place in places.items():
+            peer = self.peers.reach(route, receiver.source, rank, now)
+            receiver.legs[rank] = Leg(rank, peer.name, place)
             peer.rooms.add(key)
         self._check_attached(receiver, now)
 
@@ -190,9 +201,9 @@ class Receivers:
             case Pong():
                 self.peers.answered(message.process, message.number)
             case Attached():
-                for peer in self.peers.by_process(message.process):
-                    peer.is_attached = True
-                    self._check_rooms(peer, now)
+                for peer in self.peers.attached(message):
+                    for key in list(peer.rooms):
+                        self._check_attached(self.rooms[key], now)
             case Refused():
                 self._refused(message, now)
             case _:
@@ -202,46 +213,44 @@ class Receivers:
         self, message: Accepted | Started | Progress | Failed | Quiesced, now: float
     ) -> None:
         receiver = self.rooms.get((message.room, message.attempt))
-        writer = receiver.writers.get(str(message.rank)) if receiver else None
-        if receiver is None or writer is None:
-            is_late = (message.room, message.attempt) in self._done  # its slot was faster
+        leg = receiver.legs.get(str(message.rank)) if receiver else None
+        if receiver is None or leg is None:
+            is_late = (message.room, message.attempt) in self._past  # its slot was faster
             self.counters["late_messages" if is_late else "dropped_unknown_attempt"] += 1
             return
+        is_accepting = isinstance(message, Accepted | Started | Progress)
+        if is_accepting and receiver.state is State.TRANSFERRING:
+            self._asking.accepted(receiver, leg, now)
         match message:
             case Accepted():
-                self._accepted(receiver, now)
+                pass
             case Started():
-                self._accepted(receiver, now)
                 self._feed(receiver, PromptBegan(), now)
             case Progress():
-                self._accepted(receiver, now)
-                self._progress(receiver, message, now)
+                self._progress(receiver, leg, message, now)
             case Failed():
                 self._feed(receiver, Broke(message.problem), now)
             case Quiesced():
-                self._quiesced(receiver, writer, now)
+                self._quiesced(receiver, leg, now)
             case _:
                 assert_never(message)
 
-    def _accepted(self, receiver: Receiver, now: float) -> None:
-        if receiver.state is State.TRANSFERRING:
-            receiver.is_accepted = True
-            receiver.again_at = now + self._patience.again * _AGAIN_ACCEPTED
-
-    def _progress(self, receiver: Receiver, progress: Progress, now: float) -> None:
-        receiver.done_bytes = max(receiver.done_bytes, progress.done_bytes)
-        if not progress.complete or receiver.state is not State.TRANSFERRING or receiver.record:
+    def _progress(self, receiver: Receiver, leg: Leg, progress: Progress, now: float) -> None:
+        leg.done_bytes = max(leg.done_bytes, progress.done_bytes)
+        is_waited_for = receiver.state is State.TRANSFERRING and leg.writes and leg.record is None
+        if not progress.complete or not is_waited_for:
             return
-        if record := self._slots.look(receiver.slot):
-            self._landed(receiver, record, now)
+        if record := self._landing.look(receiver, leg):
+            self._landed(receiver, leg, record, now)
         else:
-            self._break(receiver, TransferFailed, "the slot is damaged", now)
+            cause = f"the slot is damaged that prefill rank {leg.rank} wrote"
+            self._break(receiver, TransferFailed, cause, now)
 
-    def _quiesced(self, receiver: Receiver, writer: str, now: float) -> None:
+    def _quiesced(self, receiver: Receiver, leg: Leg, now: float) -> None:
         """The proof. It may come before the news of the failure that made it necessary."""
-        self._break(receiver, TransferFailed, "the prefill side gave it up", now)
-        if self.writers.let_go(receiver.key, writer):
-            self._release(receiver)
+        cause = f"the prefill side gave it up: rank {leg.rank} writes no more"
+        self._break(receiver, TransferFailed, cause, now)
+        self._let_go(receiver, leg)
 
     def _refused(self, refused: Refused, now: float) -> None:
         if refused.process is None:
@@ -256,18 +265,31 @@ class Receivers:
 
     def scan(self, now: float) -> None:
         """Look at all slots that are waited for."""
-        for slot, record in self._slots.scan():
-            self._landed(self.rooms[self._by_slot[slot]], record, now)
+        for key, rank, record in self._landing.scan():
+            receiver = self.rooms[key]
+            self._landed(receiver, receiver.legs[rank], record, now)
 
-    def _landed(self, receiver: Receiver, record: SlotRecord, now: float) -> None:
+    def _landed(self, receiver: Receiver, leg: Leg, record: SlotRecord, now: float) -> None:
+        """One writer is done, if it kept to the order; when all are, that is believed."""
+        leg.record = record
         if record.status != SLOT_COMPLETE:
-            self._break(receiver, TransferFailed, f"slot status {record.status}", now)
-        elif self._me.attach.checksums and receiver.handshake:
-            receiver.record = record
-            blocks = tuple(unpack_ids(receiver.handshake.blocks))
-            self.outbox.append(VerifyBlocks(record, blocks))
-        else:
+            cause = f"slot status {record.status} of prefill rank {leg.rank}"
+            self._break(receiver, TransferFailed, cause, now)
+            return
+        writing = [other for other in receiver.legs.values() if other.writes]
+        if cause := disagreement(writing):
+            self._break(receiver, TransferFailed, cause, now)
+        elif all(other.record is not None for other in writing):
+            self._arrived(receiver, record, now)
+
+    def _arrived(self, receiver: Receiver, record: SlotRecord, now: float) -> None:
+        """All writers are done."""
+        if not self._me.attach.checksums or receiver.handshake is None:
             self._feed(receiver, SlotsValid(record), now)
+            return
+        receiver.record = record
+        blocks = tuple(unpack_ids(receiver.handshake.blocks))
+        self.outbox.append(VerifyBlocks(record, blocks))
 
     def verified(self, record: SlotRecord, corrupt: Corrupt | None, now: float) -> None:
         """What came of VerifyBlocks; the attempt may be over meanwhile."""
@@ -281,32 +303,73 @@ class Receivers:
             self._break(receiver, TransferFailed, self._damage(receiver, corrupt), now)
 
     def _damage(self, receiver: Receiver, corrupt: Corrupt) -> str:
-        """Where it is, and who sent it: each writer wrote an equal share of our heads."""
+        """Where it is, and who sent it."""
         assert receiver.handshake is not None
-        writers = list(receiver.writers)
-        rank = writers[corrupt.head * len(writers) // self._me.attach.layout.kv_heads]
+        heads = self._me.attach.layout.kv_heads
+        writers = writers_of(corrupt.head, heads, list(receiver.legs.values()))
         return (
             f"{corrupt.blocks} blocks are not what was sent: first the prompt's block"
             f" {receiver.handshake.first_block + corrupt.index}, which is our block"
-            f" {corrupt.block}, kv head {corrupt.head} from prefill rank {rank}"
+            f" {corrupt.block}, kv head {corrupt.head} from prefill rank {writers}"
         )
 
     def died(self, process: Process, now: float) -> None:
         """Proof that a peer writes no more."""
         for peer in self.peers.died(process):
-            self._lose(peer, "its process has died", now)
-            for key in self.writers.held_by(peer.name):
-                if self.writers.let_go(key, peer.name):
-                    self._release(self.rooms[key])
+            self._bury(peer, "its process has died", now)
+
+    def _bury(self, peer: PrefillPeer, cause: str, now: float) -> None:
+        receivers = [self.rooms[key] for key in peer.rooms if key in self.rooms]
+        self._lose(peer, cause, now)
+        for receiver in receivers:
+            for leg in receiver.legs.values():
+                if leg.peer == peer.name:
+                    self._let_go(receiver, leg)
+
+    def revoked(self, key: Key, through: frozenset[str]) -> None:
+        """The transport keeps out what is left of an attempt; none named: through all."""
+        receiver = self.rooms.get(key)
+        if receiver is None or receiver.state not in TERMINAL:
+            return
+        for rank in self.writers.holders(key):
+            leg = receiver.legs[rank]
+            if not through or leg.transport in through:
+                self._let_go(receiver, leg)
 
     def tick(self, now: float, _wall: float) -> None:
         for peer in self.peers.overdue(now):
             self._lose(peer, "it answers no pings", now)
         for receiver in list(self.rooms.values()):
-            if receiver.state not in TERMINAL and receiver.deadline <= now:
+            if receiver.state in TERMINAL:
+                self._chase(receiver, now)
+            elif receiver.deadline <= now:
                 self._break(receiver, DeadlinePassed, "the deadline has passed", now)
-            elif receiver.handshake and now >= receiver.again_at:
-                self._speak(receiver, now, is_again=True)
+            elif receiver.handshake and receiver.again_at <= now:
+                self._asking.shake(receiver, now)
+        self._fence(now)
+
+    def _chase(self, receiver: Receiver, now: float) -> None:
+        """Its memory may still be written: look for a proof that it is not any more."""
+        self._revoke(receiver)
+        if now < receiver.again_at:
+            return
+        holders = self.writers.holders(receiver.key)
+        self._asking.abort_again(receiver, holders, now)
+        for rank in holders:
+            peer = self.peers.get(receiver.legs[rank].peer)
+            if peer is not None and self.peers.may_seek_heir(peer, now):
+                self.outbox.append(ForgetRoute(*receiver.source))
+                self._find_route(receiver)
+
+    def _fence(self, now: float) -> None:
+        stuck = {
+            receiver.legs[rank].peer
+            for receiver in self._overdue(now)
+            for rank in self.writers.holders(receiver.key)
+        }
+        for peer in self.peers.fence(stuck):
+            cause = f"fenced: for {self._patience.grace:g} s it did not say that its writes ended"
+            self._lose(peer, cause, now)
 
     def next_due(self, now: float) -> float:
         """When to tick next, at the latest."""
@@ -314,7 +377,7 @@ class Receivers:
 
     def health(self) -> dict[str, str]:
         """Peer -> how it is."""
-        return {peer.name: peer.health.value for peer in self.peers.all()}
+        return {peer.name: peer.condition for peer in self.peers.all()}
 
     @property
     def quarantined(self) -> int:
@@ -323,109 +386,92 @@ class Receivers:
 
     def overdue_quarantine(self, now: float) -> int:
         """Attempts that have kept their memory longer than the grace time."""
+        return len(self._overdue(now))
+
+    def _overdue(self, now: float) -> list[Receiver]:
         over = (r for r in self.rooms.values() if r.state in TERMINAL)
-        return sum(now - receiver.over_at > self._patience.grace for receiver in over)
+        return [receiver for receiver in over if now - receiver.over_at > self._patience.grace]
 
     def _lose(self, peer: PrefillPeer, cause: str, now: float) -> None:
-        for key in list(peer.rooms):
-            self._break(self.rooms[key], PeerLost, f"{peer.name}: {cause}", now)
+        for receiver in [self.rooms[key] for key in peer.rooms if key in self.rooms]:
+            self._break(receiver, PeerLost, f"{peer.name}: {cause}", now)
 
     # How it is done.
 
     def _feed(self, receiver: Receiver, event: ReceiveInput, now: float) -> None:
         was_over = receiver.state in TERMINAL
-        has_to_speak = False
+        spoken: list[ShakeHands | SayAbort] = []
         for effect in feed_receiver(receiver, event):
             match effect:
                 case ShakeHands() | SayAbort():
-                    has_to_speak = True
+                    spoken.append(effect)
                 case ReceiverReady() | PromptStarted() | Received() | ReceiveFailed() | Quiet():
                     self.events.append(effect)
                 case _:
                     assert_never(effect)
+        holders = self.writers.holders(receiver.key)
         if not was_over and receiver.state in TERMINAL:
             self._end(receiver, now)
-        if has_to_speak:
-            self._speak(receiver, now)
+        for effect in spoken:
+            if isinstance(effect, ShakeHands):
+                self._asking.shake(receiver, now)
+            else:
+                self._asking.abort(receiver, holders, now)
 
     def _end(self, receiver: Receiver, now: float) -> None:
         receiver.over_at = now
         self.counters[f"receives_{receiver.state}"] += 1
-        if receiver.slot >= 0:
-            self._slots.unwatch(receiver.slot)
-            del self._by_slot[receiver.slot]
+        self._past[receiver.key] = receiver.state
+        if len(self._past) > self._max_past:
+            self._past.popitem(last=False)
+        if receiver.handshake is not None:
+            self._landing.let_go(receiver)
+            self._revoke(receiver)
         if receiver.state is State.DONE:
             self.writers.drop(receiver.key)
-            self._done[receiver.key] = None
-            if len(self._done) > self._max_done:
-                self._done.popitem(last=False)
             self._forget(receiver)
         elif self.writers.seal(receiver.key):
-            self._forget(receiver)
+            self._release(receiver)
+
+    def _revoke(self, receiver: Receiver) -> None:
+        """Each of its writers' transports on its own: one may prove what another cannot."""
+        holders = self.writers.holders(receiver.key)
+        transports = {receiver.legs[rank].transport for rank in holders}
+        for transport in sorted(transports) or [""]:
+            through = frozenset({transport} if transport else ())
+            self.outbox.append(Revoke(receiver.key, through))
+
+    def _let_go(self, receiver: Receiver, leg: Leg) -> None:
+        if self.writers.let_go(receiver.key, leg.rank):
+            self._release(receiver)
 
     def _release(self, receiver: Receiver) -> None:
-        """Nobody can write to its blocks and slot any more."""
-        self.events.append(Quiet(*receiver.key))
+        """Nobody can write to its blocks and slots any more, if anybody was ever told them."""
+        if receiver.handshake is not None:
+            self.events.append(Quiet(*receiver.key))
         self._forget(receiver)
 
     def _forget(self, receiver: Receiver) -> None:
         del self.rooms[receiver.key]
-        for name in receiver.writers.values():
-            if peer := self.peers.get(name):
+        for leg in receiver.legs.values():
+            if peer := self.peers.get(leg.peer):
                 peer.rooms.discard(receiver.key)
-
-    def _check_rooms(self, peer: PrefillPeer, now: float) -> None:
-        for key in list(peer.rooms):
-            self._check_attached(self.rooms[key], now)
 
     def _check_attached(self, receiver: Receiver, now: float) -> None:
         if receiver.state is not State.BOOTSTRAPPING:
             return
-        peers = [self.peers.get(name) for name in receiver.writers.values()]
-        if any(peer is None or peer.health is Health.DEAD for peer in peers):
+        peers = [self.peers.get(leg.peer) for leg in receiver.legs.values()]
+        if any(peer is not None and peer.is_fenced for peer in peers):
+            self._fence(now)  # it may have let go since the last tick
+        if any(peer is None or peer.is_out for peer in peers):
             self.outbox.append(ForgetRoute(*receiver.source))
             self._break(receiver, PeerLost, "a prefill rank does not answer", now)
         elif all(peer is not None and peer.is_attached for peer in peers):
             self._feed(receiver, Resolved(), now)
 
-    def _speak(self, receiver: Receiver, now: float, is_again: bool = False) -> None:
-        """Handshake or abort, for the first time or again because nothing was heard since."""
-        receiver.again_at = now + self._patience.again
-        is_over = receiver.state in TERMINAL
-        waiting = self.writers.holders(receiver.key)
-        for name in receiver.writers.values():
-            peer = self.peers.get(name)
-            is_deaf = peer is None or (is_again and peer.health is Health.DEAD)
-            if peer is not None and not is_deaf and name in waiting:
-                self._number += 1
-                message = self._abort(receiver) if is_over else self._shake(receiver)
-                self.outbox.append(Tell(peer.endpoint, message))
-
-    def _shake(self, receiver: Receiver) -> Handshake:
-        assert receiver.handshake is not None
-        shake = replace(receiver.handshake, number=self._number)
-        return signed(self._me.key, shake, self._me.attach.endpoint)
-
-    def _abort(self, receiver: Receiver) -> AbortTransfer:
-        room, attempt = receiver.key
-        return AbortTransfer(
-            room=room, attempt=attempt, session=self._me.session, number=self._number
-        )
-
     def _break(self, receiver: Receiver, error: type[PdrtError], cause: str, now: float) -> None:
         if receiver.state in TERMINAL:
             return
-        wanted = len(receiver.handshake.blocks) // 4 if receiver.handshake else 0
-        total = wanted * self._me.attach.layout.block_bytes
-        writers = ", ".join(f"{rank} at {peer}" for rank, peer in receiver.writers.items())
-        health = ", ".join(
-            peer.health for name in receiver.writers.values() if (peer := self.peers.get(name))
-        )
-        text = (
-            f"room {receiver.room} attempt {receiver.attempt}: {cause}; from prefill rank"
-            f" {writers or 'not known yet'} over {'/'.join(self._me.attach.region.offers)},"
-            f" {receiver.done_bytes} of {total} bytes known written, last"
-            f" {receiver.state}, peer {health or 'gone'}"
-        )
+        text = told(receiver, cause, self.peers, self._me.attach)
         problem = Problem(code=error.code, message=text, stage="transfer")
         self._feed(receiver, Broke(problem), now)

@@ -196,7 +196,6 @@ class Senders:
         elif key in self._outcomes:
             self._repeat(session, key)
         elif not shake.expires > wall:  # no number is no time to come either
-            self.counters["declined_expired_handshake"] += 1
             self._decline(session, key, self._problem(DeadlinePassed, key, "it came expired"))
         else:
             self._keep_early(session, shake, now + min(shake.expires - wall, self._patience.early))
@@ -213,7 +212,6 @@ class Senders:
         try:
             target = self._target(sender, session, shake)
         except PdrtError as error:
-            self.counters["declined_impossible_handshake"] += 1
             problem = self._problem(type(error), sender.key, str(error))
             self._decline(session, sender.key, problem)
             self._feed(sender, Broke(problem))

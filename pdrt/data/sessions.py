@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from pdrt.data.layout import Part
 from pdrt.data.limits import Limits, Patience
+from pdrt.data.mapping import TargetRankMapping, check_heads
 from pdrt.data.memory import SLOT_BYTES
 from pdrt.data.outward import AttachPeer, DetachPeer, HangUp, Outward, Tell, WatchLife
 from pdrt.data.peer import Beat, Died, Health, Miss, feed
@@ -13,6 +15,7 @@ from pdrt.data.pulse import Silence
 from pdrt.data.transfer import Key
 from pdrt.data.transport.promise import Peer
 from pdrt.errors import ConfigError, Overloaded, PdrtError
+from pdrt.keys import ClusterKey
 from pdrt.messages import (
     PROTOCOL,
     Attach,
@@ -27,12 +30,27 @@ from pdrt.messages import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """What a prefill rank is."""
+
+    rank: Rank
+    process: Process
+    layout: KvLayout
+    pool_at: int  # of its own memory
+    transport: str
+    key: ClusterKey
+    tp: int = 1  # of its instance
+
+
 @dataclass(slots=True)
 class Session:
     """One life of one decode worker."""
 
     attach: Attach
     silence: Silence
+    part: Part  # what of each block is ours to write
+    decode_ranks: int  # of its instance, which shake hands with us for each of its attempts
     health: Health = Health.UNKNOWN
     is_attached: bool = False
     transport: str = ""  # what it is written through, once that was tried ...
@@ -55,13 +73,13 @@ class Sessions:
 
     def __init__(
         self,
-        me: tuple[Rank, Process, KvLayout],
+        me: Sending,
         limits: Limits,
         patience: Patience,
         outbox: deque[Outward],
         counters: Counter[str],
     ) -> None:
-        self._rank, self._process, self._layout = me
+        self._me = me
         self._limits, self._patience = limits, patience
         self._outbox, self._counters = outbox, counters
         self._by_name: dict[str, Session] = {}
@@ -90,12 +108,11 @@ class Sessions:
 
     def _greet_new(self, attach: Attach, now: float) -> None:
         try:
-            self._check(attach)
+            session = self._new_session(attach, now)
         except PdrtError as error:
             self._refuse(attach, Problem.of(error, "attach"))
             return
-        silence = Silence(self._patience.every, self._patience.answer, now)
-        session = self._by_name[attach.session] = Session(attach, silence)
+        self._by_name[attach.session] = session
         self.heard(session, now)
         self._outbox.append(WatchLife(attach.process))
         peer = Peer(attach.session, attach.process, attach.region, attach.checksums)
@@ -117,7 +134,7 @@ class Sessions:
             self._counters["dropped_unknown_session"] += 1
             return
         self.heard(session, now)
-        pong = Pong(session=session.name, number=ping.number, process=self._process)
+        pong = Pong(session=session.name, number=ping.number, process=self._me.process)
         self._outbox.append(Tell(session.endpoint, pong))
 
     def died(self, process: Process) -> list[Session]:
@@ -138,8 +155,8 @@ class Sessions:
     def _welcome(self, session: Session) -> None:
         message = Attached(
             session=session.name,
-            rank=self._rank,
-            process=self._process,
+            rank=self._me.rank,
+            process=self._me.process,
             transport=session.transport,
             gb_per_s=session.gb_per_s,
         )
@@ -147,18 +164,48 @@ class Sessions:
 
     def _refuse(self, attach: Attach, problem: Problem) -> None:
         self._counters["refused_attach"] += 1
-        message = Refused(session=attach.session, problem=problem, process=self._process)
+        message = Refused(session=attach.session, problem=problem, process=self._me.process)
         self._outbox.append(Tell(attach.endpoint, message))
 
-    def _check(self, attach: Attach) -> None:
+    def _new_session(self, attach: Attach, now: float) -> Session:
         """Raises ConfigError for what can never fit, Overloaded when there is no place."""
         if attach.protocol != PROTOCOL:
             raise ConfigError(f"protocol {attach.protocol} there, {PROTOCOL} here")
-        if differences := self._layout.differences(attach.layout):
+        if differences := self._me.layout.differences(attach.layout):
             raise ConfigError(f"KV layouts differ: {'; '.join(differences)}")
+        mapping = self._mapping(attach)
         region = attach.region
         pool_end = region.pool_at + region.blocks * attach.layout.block_bytes
         if max(pool_end, region.slots_at + region.slots * SLOT_BYTES) > region.size:
             raise ConfigError("the described region is larger than its memory")
         if len(self._by_name) >= self._limits.peers:
             raise Overloaded(f"{len(self._by_name)} decode workers are attached, no more are taken")
+        silence = Silence(self._patience.every, self._patience.answer, now)
+        return Session(attach, silence, self._part(attach, mapping), mapping.handshakes)
+
+    def _mapping(self, attach: Attach) -> TargetRankMapping:
+        """Raises ConfigError for two ranks that have nothing to do with each other."""
+        me, layout = self._me, self._me.layout
+        check_heads(layout, me.rank.tp, me.tp)
+        check_heads(attach.layout, attach.rank.tp, attach.tp)
+        if attach.rank.cp:
+            raise ConfigError(f"decode cp rank {attach.rank.cp}: a decode instance has cp = 1")
+        total, is_latent = layout.model_kv_heads, layout.kind == "latent"
+        mapping = TargetRankMapping(me.tp, attach.tp, attach.rank.tp, total, is_latent)
+        if me.rank.tp not in mapping.span:
+            raise ConfigError(
+                f"decode tp rank {attach.rank.tp} of {attach.tp} is written by prefill tp ranks"
+                f" {list(mapping.span)} of {me.tp}, not by {me.rank.tp}"
+            )
+        return mapping
+
+    def _part(self, attach: Attach, mapping: TargetRankMapping) -> Part:
+        """Where our heads lie in each block, here and there."""
+        heads, size = mapping.heads_from(self._me.rank.tp), self._me.layout.head_bytes
+        return Part(
+            bytes=heads.count * size,
+            src_at=self._me.pool_at + heads.source * size,
+            src_stride=self._me.layout.block_bytes,
+            dst_at=attach.region.pool_at + heads.target * size,
+            dst_stride=attach.layout.block_bytes,
+        )

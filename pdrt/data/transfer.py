@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from pdrt.data.events import (
     PromptStarted,
     Quiet,
@@ -21,10 +24,11 @@ from pdrt.data.events import (
     SendFailed,
     SlotRecord,
 )
+from pdrt.data.layout import Part
 from pdrt.data.transport.promise import Key as Key
 from pdrt.data.transport.promise import Write
 from pdrt.machine import Edge, Table
-from pdrt.messages import Handshake, Problem, Region
+from pdrt.messages import Handshake, Problem
 
 
 class State(StrEnum):
@@ -68,9 +72,10 @@ class Broke:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLeft:
-    """The decode side does not want it any more."""
+    """The decode side does not want it any more; `session` has said so."""
 
     problem: Problem
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +89,11 @@ SendInput: TypeAlias = ShookHands | ChunkGiven | AllWritten | Broke | DecodeLeft
 
 
 @dataclass(frozen=True, slots=True)
-class SayComplete:
-    """Ring the decode ranks' bell: their slots are written."""
-
-
-@dataclass(frozen=True, slots=True)
 class SayFailed:
-    """Tell the decode ranks that nothing will come."""
+    """Tell the decode ranks that nothing will come, except who knows it."""
 
     problem: Problem
+    but: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +101,22 @@ class StopWrites:
     """Ask the transport for an early end of whatever is on its way."""
 
 
-SendOutput: TypeAlias = SenderReady | SendFailed | SayComplete | SayFailed | StopWrites
+SendOutput: TypeAlias = SenderReady | SendFailed | SayFailed | StopWrites
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Target:
-    """What one decode rank promised: where this attempt's blocks and slot go."""
+    """What one decode rank promised, and how far we are with it."""
 
     session: str
-    region: Region
+    writes: bool  # if not, another prefill rank writes to it
     first_block: int
-    blocks: list[int]
-    slot: int
+    blocks: npt.NDArray[np.int64]
+    part: Part  # what of each block is ours to write
+    slot_at: int
+    open: int = 0  # writes that have not ended
+    last: Write | None = None  # waits until all earlier ones have
+    done_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -123,7 +128,6 @@ class Sender:
     deadline: float
     state: State = State.BOOTSTRAPPING
     targets: dict[str, Target] = field(default_factory=dict)
-    last: list[Write] = field(default_factory=list)  # wait until all earlier writes have ended
     is_last_given: bool = False
     given_bytes: int = 0
     done_bytes: int = 0
@@ -138,10 +142,6 @@ def _ready(s: Sender, e: ShookHands) -> Sequence[SendOutput]:
     return [SenderReady(s.room, s.attempt, e.first_block)]
 
 
-def _complete(_s: Sender, _e: AllWritten) -> Sequence[SendOutput]:
-    return [SayComplete()]
-
-
 def _broke(s: Sender, e: Broke) -> Sequence[SendOutput]:
     s.problem = e.problem
     return [SendFailed(s.room, s.attempt, e.problem), SayFailed(e.problem), StopWrites()]
@@ -149,7 +149,11 @@ def _broke(s: Sender, e: Broke) -> Sequence[SendOutput]:
 
 def _decode_left(s: Sender, e: DecodeLeft) -> Sequence[SendOutput]:
     s.problem = e.problem
-    return [SendFailed(s.room, s.attempt, e.problem), StopWrites()]
+    return [
+        SendFailed(s.room, s.attempt, e.problem),
+        SayFailed(e.problem, e.session),
+        StopWrites(),
+    ]
 
 
 def _stopped(s: Sender, e: Stopped) -> Sequence[SendOutput]:
@@ -165,7 +169,7 @@ SEND: Table[State, Sender, SendOutput] = Table(
         (State.BOOTSTRAPPING, ShookHands): Edge(State.WAITING_FOR_INPUT, _ready),
         (State.WAITING_FOR_INPUT, ChunkGiven): Edge(State.TRANSFERRING),
         (State.TRANSFERRING, ChunkGiven): Edge(State.TRANSFERRING),
-        (State.TRANSFERRING, AllWritten): Edge(State.DONE, _complete),
+        (State.TRANSFERRING, AllWritten): Edge(State.DONE),
         **{(state, Broke): Edge(State.FAILED, _broke) for state in _LIVE},
         **{(state, DecodeLeft): Edge(State.ABORTED, _decode_left) for state in _LIVE},
         **{(state, Stopped): Edge(State.ABORTED, _stopped) for state in _LIVE},
@@ -196,17 +200,17 @@ def feed_sender(sender: Sender, event: SendInput) -> Sequence[SendOutput]:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The topology is known and all writing ranks are attached."""
+    """The topology is known and all ranks that must be told are attached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Blocks and slot are reserved."""
+    """Blocks and slots are reserved."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBegan:
-    """A writing rank began to compute."""
+    """A prefill rank began to compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,17 +230,34 @@ ReceiveInput: TypeAlias = Resolved | Admitted | PromptBegan | SlotsValid | Broke
 
 @dataclass(frozen=True, slots=True)
 class ShakeHands:
-    """Tell the writing ranks where to write."""
+    """Tell the prefill ranks where to write."""
 
 
 @dataclass(frozen=True, slots=True)
 class SayAbort:
-    """Tell the writing ranks to stop, and to say when they have."""
+    """Tell the prefill ranks to stop, and to say when they have."""
 
 
 ReceiveOutput: TypeAlias = (
     ReceiverReady | PromptStarted | Received | ReceiveFailed | Quiet | ShakeHands | SayAbort
 )
+
+
+@dataclass(slots=True)
+class Leg:
+    """What one prefill rank has to do for a receiver, and how far we know it to be."""
+
+    rank: str
+    peer: str
+    place: int  # of its slot in our row; -1: another rank writes for it
+    record: SlotRecord | None = None  # what its slot said
+    transport: str = ""  # what it writes through; empty: not known
+    done_bytes: int = 0
+    again_at: float = 0.0  # when our handshake is said again
+
+    @property
+    def writes(self) -> bool:
+        return self.place >= 0
 
 
 @dataclass(slots=True)
@@ -247,14 +268,13 @@ class Receiver:
     dp_rank: int
     deadline: float
     state: State = State.BOOTSTRAPPING
-    writers: dict[str, str] = field(default_factory=dict)  # prefill rank -> peer
+    legs: dict[str, Leg] = field(default_factory=dict)  # by prefill rank
     handshake: Handshake | None = None  # once admitted
-    slot: int = -1
-    record: SlotRecord | None = None  # complete; the KV it vouches for is being verified
+    row: int = -1  # of slots
+    decode_ranks: int = 1  # that each of the legs waits for
+    record: SlotRecord | None = None  # all agree on it; the KV is being verified
     has_started: bool = False
-    is_accepted: bool = False
-    again_at: float = 0.0  # when what we said last is said again
-    done_bytes: int = 0
+    again_at: float = 0.0  # when something we said is said again
     over_at: float = 0.0
 
     @property

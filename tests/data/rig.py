@@ -1,13 +1,13 @@
-"""Two desks joined by wires, a transport and schedulers that the test steers, without a socket.
+"""Desks joined by wires, a transport and schedulers that the test steers, without a socket.
 
-The rig keeps the books of a decode rank's blocks and slots, and checks at each written byte
-that it lands in memory that is still kept for its attempt.
+The rig keeps the books of the decode ranks' blocks and slots, and checks at each written byte
+that it lands in memory that is still kept for its attempt. `Rig()` is one rank on each side.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pdrt.data import outward as out
 from pdrt.data.commands import AdmitReceiver, SendBlocks
@@ -25,79 +25,37 @@ from pdrt.data.events import (
     TransferEvent,
 )
 from pdrt.data.layout import blocks_for
-from pdrt.data.limits import Limits, Patience
+from pdrt.data.limits import Limits
 from pdrt.data.memory import SLOT_BYTES
-from pdrt.data.metadata import MetadataBufferPool
-from pdrt.data.receivers import Receivers, Receiving
-from pdrt.data.senders import Senders, Sending
+from pdrt.data.receivers import Receivers
+from pdrt.data.senders import Senders
 from pdrt.data.transfer import Key, Receiver, Sender
 from pdrt.data.transport.promise import Ended, Write
-from pdrt.keys import ClusterKey
-from pdrt.messages import (
-    FROM_DECODE,
-    FROM_PREFILL,
-    Attach,
-    KvLayout,
-    Problem,
-    Process,
-    Rank,
-    RankAddress,
-    Region,
-    Route,
-    decode,
+from pdrt.messages import FROM_DECODE, FROM_PREFILL, Problem, decode
+from tests.data.ranks import (
+    KEY,
+    LAYOUT,
+    LIMITS,
+    ONE,
+    PATIENCE,
+    DecodeRank,
+    PrefillRank,
+    Shape,
+    address,
+    attach,
+    process,
+    route,
+    route_to,
 )
 
-LAYOUT = KvLayout(block_size=4, dtype="uint8", layers=1, kv_heads=1, head_dim=2)
+__all__ = ["KEY", "LAYOUT", "PATIENCE", "attach", "process", "route"]  # for the tests
+
 BLOCK = LAYOUT.block_bytes
-KEY = ClusterKey(b"k" * 32)
-PATIENCE = Patience()
-LIMITS = Limits()
 SOURCE = ("127.0.0.1", 18800)
 PROBLEM = Problem(code="cancelled", message="the client left", stage="test")
 WALL = 1e9
 
-
-def process(pid: int) -> Process:
-    return Process(host="here", pid=pid, started=pid * 10)
-
-
-def attach(layout: KvLayout = LAYOUT, session: str = "d0", blocks: int = 32) -> Attach:
-    """A decode worker with 8 slots, whose pool begins after 512 bytes."""
-    region = Region(
-        offers={"shm": b""},
-        size=512 + blocks * layout.block_bytes,
-        slots_at=0,
-        slots=8,
-        pool_at=512,
-        blocks=blocks,
-    )
-    return Attach(
-        session=session,
-        endpoint=f"tcp://127.0.0.1:{5000 + int(session[1:])}",
-        process=process(500 + int(session[1:])),
-        layout=layout,
-        region=region,
-    )
-
-
-def new_senders(life: int = 0, limits: Limits = LIMITS) -> Senders:
-    """The prefill rank's desk in its life number `life`."""
-    me = Sending(Rank(), process(100 + life), LAYOUT, 0, "shm", KEY)
-    return Senders(me, limits, PATIENCE)
-
-
-def route(life: int = 0, fingerprint: KvLayout = LAYOUT, tp: int = 1) -> Route:
-    address = RankAddress(rank_ip="127.0.0.1", rank_port=6000 + life, process=process(100 + life))
-    return Route(
-        attn_tp_size=tp,
-        attn_cp_size=1,
-        dp_size=1,
-        block_size=fingerprint.block_size,
-        kv_cache_dtype=fingerprint.dtype,
-        fingerprint=fingerprint,
-        instance_epoch=life,
-        ranks={f"0,0,{rank}": address for rank in range(tp)},
-    )
+Flown = tuple[int, int]  # prefill rank, write
 
 
 @dataclass(slots=True)
@@ -106,74 +64,93 @@ class Flight:
 
     write: Write
     key: Key
+    source: PrefillRank
+    target: DecodeRank
     has_landed: bool = False
 
 
-@dataclass(slots=True)
-class Books:
-    """What the decode rank's scheduler keeps: free blocks and slots, and whose the others are."""
-
-    free: list[int]
-    slots: list[int]
-    kept: dict[Key, tuple[list[int], int]] = field(default_factory=dict)
-
-    def take(self, key: Key, blocks: int) -> tuple[list[int], int]:
-        taken = [self.free.pop() for _ in range(blocks)], self.slots.pop()
-        self.kept[key] = taken
-        return taken
-
-    def give(self, key: Key) -> None:
-        blocks, slot = self.kept.pop(key)
-        self.free.extend(blocks)
-        self.slots.append(slot)
-
-
 class Rig:
-    """Prefill rank `p` and decode rank `d`; the test says what arrives, lands and ends."""
+    """Prefill ranks `ps` and decode ranks `ds`; the test says what arrives, lands and ends."""
 
-    def __init__(self, blocks: int = 32, limits: Limits = LIMITS) -> None:
+    def __init__(
+        self,
+        blocks: int = 32,
+        limits: Limits = LIMITS,
+        shape: Shape = ONE,
+        ways: tuple[str, ...] = ("shm",),
+        checksums: bool = False,
+    ) -> None:
         self.now = 0.0
-        self.life = 0
-        self._limits = limits
-        self.p = new_senders(limits=limits)
-        self.attach = attach(blocks=blocks)
-        self.memory = bytearray(8 * SLOT_BYTES)
-        self.slots = MetadataBufferPool(memoryview(self.memory), 8)
-        self.d = Receivers(Receiving(Rank(), 1, self.attach, KEY), self.slots, limits, PATIENCE)
-        self.to_p: list[bytes] = []
-        self.to_d: list[bytes] = []
-        self.flights: dict[int, Flight] = {}
-        self.attaching: list[str] = []
-        self.wishes: list[out.FindRoute] = []
-        self.books = Books(list(range(blocks)), list(range(8)))
-        self.landed: dict[Key, set[int]] = {}  # where bytes of an attempt have arrived
-        self.quarantine: set[Key] = set()
-        self.sources: set[Key] = set()  # attempts whose source blocks are pinned
+        self.shape = shape
+        self.ps = [
+            PrefillRank(shape, tp, limits, ways[tp % len(ways)]) for tp in range(shape.prefill_tp)
+        ]
+        self.ds = [
+            DecodeRank(shape, tp, limits, blocks, checksums) for tp in range(shape.decode_tp)
+        ]
+        self.flights: dict[Flown, Flight] = {}
         self.heard: list[TransferEvent] = []
         self.told: Counter[tuple[str, Key]] = Counter()
-        self.is_p_alive = True
+
+    # One rank on each side.
+
+    @property
+    def p(self) -> Senders:
+        return self.ps[0].desk
+
+    @property
+    def d(self) -> Receivers:
+        return self.ds[0].desk
+
+    @property
+    def to_p(self) -> list[bytes]:
+        return self.ps[0].inbox
+
+    @property
+    def to_d(self) -> list[bytes]:
+        return self.ds[0].inbox
 
     # What the schedulers do.
 
     def expect(self, key: Key, tokens: int = 8, deadline: float = 60.0, text: bytes = b"h") -> None:
-        self.sources.add(key)
-        self.p.expect(Sender(*key, tokens, text, self.now + deadline))
-        self.settle()
+        for p in self.ps:
+            self.expect_at(p, key, tokens, deadline, text)
+
+    def expect_at(
+        self, p: PrefillRank, key: Key, tokens: int, deadline: float = 60.0, text: bytes = b"h"
+    ) -> None:
+        if p.is_alive:
+            p.sources.add(key)
+            p.desk.expect(Sender(*key, tokens, text, self.now + deadline))
+            self.settle()
 
     def open(self, key: Key, deadline: float = 60.0) -> None:
-        self.d.open(Receiver(*key, SOURCE, 0, self.now + deadline))
-        self.settle()
+        for d in self.ds:
+            d.desk.open(Receiver(*key, SOURCE, 0, self.now + deadline))
+            self.settle()
 
     def admit(self, key: Key, tokens: int = 8, first_block: int = 0, deadline: float = 60) -> None:
-        blocks, slot = self.books.take(key, blocks_for(tokens, LAYOUT.block_size) - first_block)
+        for d in self.ds:
+            self.admit_at(d, key, tokens, first_block, deadline)
+
+    def admit_at(
+        self, d: DecodeRank, key: Key, tokens: int, first_block: int = 0, deadline: float = 60
+    ) -> None:
+        blocks, row = d.books.take(key, blocks_for(tokens, LAYOUT.block_size) - first_block)
         admitted = AdmitReceiver(
-            *key, tuple(blocks), first_block, slot, tokens, b"h", self.now + deadline
+            *key, tuple(blocks), first_block, row, tokens, b"h", self.now + deadline
         )
-        self.d.admit(admitted, self.now, WALL + self.now)
+        d.desk.admit(admitted, self.now, WALL + self.now)
         self.settle()
 
     def send(self, key: Key, src: list[int], first_block: int, last: SlotRecord | None) -> None:
-        self.p.send(SendBlocks(*key, tuple(src), first_block, last), self.now)
+        for p in self.ps:
+            self.send_at(p, key, src, first_block, last)
+
+    def send_at(
+        self, p: PrefillRank, key: Key, src: list[int], first_block: int, last: SlotRecord | None
+    ) -> None:
+        p.desk.send(SendBlocks(*key, tuple(src), first_block, last), self.now)
         self.settle()
 
     def send_all(self, key: Key, tokens: int = 8) -> None:
@@ -181,104 +158,158 @@ class Rig:
         self.send(key, blocks, 0, record(key, tokens))
 
     def abort_receive(self, key: Key) -> None:
-        if key in self.books.kept and key not in self.quarantine:
-            self.quarantine.add(key)
-        self.d.abort(key, "client_gone", self.now)
+        for d in self.ds:
+            self.abort_receive_at(d, key)
+
+    def abort_receive_at(self, d: DecodeRank, key: Key) -> None:
+        if key in d.books.kept:
+            d.quarantine.add(key)
+        d.desk.abort(key, "client_gone", self.now)
         self.settle()
 
     def abort_send(self, key: Key) -> None:
-        self.p.abort(key, PROBLEM)
-        self.settle()
+        for p in self.ps:
+            p.desk.abort(key, PROBLEM)
+            self.settle()
 
     def finish(self, key: Key) -> None:
         """The decode side is done with a received request."""
-        self.books.give(key)
+        for d in self.ds:
+            d.books.give(key)
 
     # What the world does.
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        if self.is_p_alive:
-            self.p.tick(self.now, WALL + self.now)
-        self.d.tick(self.now, WALL + self.now)
+        for rank in [p for p in self.ps if p.is_alive] + self.ds:
+            rank.desk.tick(self.now, WALL + self.now)
         self.settle()
 
-    def hear_p(self, at: int = 0) -> None:
-        """One message arrives at the prefill rank."""
-        frame = self.to_p.pop(at)
-        if self.is_p_alive:
-            self.p.receive(decode(FROM_DECODE, frame), self.now, WALL + self.now)
+    def hear_p(self, at: int = 0, p: PrefillRank | None = None) -> None:
+        """One message arrives at a prefill rank."""
+        p = p or self.ps[0]
+        frame = p.inbox.pop(at)
+        if p.is_alive:
+            p.desk.receive(decode(FROM_DECODE, frame), self.now, WALL + self.now)
             self.settle()
 
-    def hear_d(self, at: int = 0) -> None:
-        self.d.receive(decode(FROM_PREFILL, self.to_d.pop(at)), self.now)
+    def hear_d(self, at: int = 0, d: DecodeRank | None = None) -> None:
+        d = d or self.ds[0]
+        d.desk.receive(decode(FROM_PREFILL, d.inbox.pop(at)), self.now)
         self.settle()
 
-    def answer_attach(self) -> None:
-        if self.is_p_alive:
-            self.p.sessions.attached(self.attaching.pop(0))
+    def answer_attach(self, p: PrefillRank | None = None) -> None:
+        p = p or self.ps[0]
+        p.desk.sessions.attached(p.attaching.pop(0), p.way)
         self.settle()
 
-    def answer_route(self) -> None:
-        wish = self.wishes.pop(0)
-        self.d.resolved((wish.room, wish.attempt), route(self.life), self.now)
+    def answer_route(self, d: DecodeRank | None = None) -> None:
+        d = d or self.ds[0]
+        wish = d.wishes.pop(0)
+        ranks = {f"0,0,{p.tp}": address(p.tp, p.life) for p in self.ps}
+        found = route_to(ranks, self.ps[0].layout)
+        d.desk.resolved((wish.room, wish.attempt), found, self.now)
         self.settle()
 
-    def land(self, write: int) -> None:
-        """The bytes arrive: every one of them where it still belongs."""
+    def land(self, write: Flown) -> None:
+        """The bytes arrive: every one of them where it still belongs, or not at all."""
         flight = self.flights[write]
-        self.check_flight(flight)
-        for _, dst, length in flight.write.runs.tolist():
-            self.landed.setdefault(flight.key, set()).update(range(dst, dst + length, BLOCK))
-        if slot := flight.write.slot:
-            self.memory[slot.at : slot.at + SLOT_BYTES] = slot.data
         flight.has_landed = True
+        if not self._is_let_in(flight):
+            return
+        self.check_flight(flight)
+        unit, d = LAYOUT.head_bytes, flight.target
+        for _, dst, length in flight.write.runs.tolist():
+            d.landed.setdefault(flight.key, set()).update(range(dst, dst + length, unit))
+        if slot := flight.write.slot:
+            d.memory[slot.at : slot.at + SLOT_BYTES] = slot.data
+
+    def _is_let_in(self, flight: Flight) -> bool:
+        """Whether the receiver's transport takes it: tcp asks what was admitted."""
+        if flight.target not in self.ds or flight.write.peer != flight.target.attach.session:
+            return False  # the memory is gone
+        if flight.source.way != "tcp":
+            return True
+        areas = flight.target.admitted.get(flight.key)
+        if areas is None:
+            return False
+        runs = [(dst, length) for _, dst, length in flight.write.runs.tolist()]
+        if slot := flight.write.slot:
+            runs.append((slot.at, SLOT_BYTES))
+        for at, length in runs:
+            assert any(a <= at and at + length <= a + n for a, n in areas), "not admitted"
+        return True
 
     def check_flight(self, flight: Flight) -> None:
-        blocks, slot = self.books.kept.get(flight.key, ([], -1))
-        offsets = {512 + block * BLOCK for block in blocks}
+        d = flight.target
+        blocks, row = d.books.kept.get(flight.key, ([], -1))
+        offsets = d.head_offsets(blocks)
         for _, dst, length in flight.write.runs.tolist():
-            assert {*range(dst, dst + length, BLOCK)} <= offsets, f"{flight.key} writes elsewhere"
-        if flight.write.slot:
-            assert flight.write.slot.at == slot * SLOT_BYTES, f"{flight.key} writes another's slot"
+            parts = {*range(dst, dst + length, LAYOUT.head_bytes)}
+            assert parts <= offsets, f"{flight.key} writes elsewhere"
+        if slot := flight.write.slot:
+            writers = self.shape.writers
+            number = slot.at // SLOT_BYTES
+            assert number // writers == row, f"{flight.key} writes another's slot"
+            owner = d.slot_writers.setdefault((flight.key, number), flight.source.tp)
+            assert owner == flight.source.tp, f"slot {number} has two writers"
 
-    def end(self, write: int, error: str | None = None) -> None:
+    def end(self, write: Flown, error: str | None = None) -> None:
         """The transport lets go of it."""
-        del self.flights[write]
-        if self.is_p_alive:
-            self.p.write_ended(Ended(write, error), self.now)
+        flight = self.flights.pop(write)
+        if flight.source.is_alive:
+            flight.source.desk.write_ended(Ended(write[1], error), self.now)
         self.settle()
 
     def scan(self) -> None:
-        self.d.scan(self.now)
+        for d in self.ds:
+            d.desk.scan(self.now)
         self.settle()
 
-    def kill_p(self) -> None:
+    def kill_p(self, p: PrefillRank | None = None) -> None:
         """The process is gone, its writes with it; the kernel's word has not arrived yet."""
-        self.is_p_alive = False
-        self.flights.clear()
-        self.sources.clear()
-        self.attaching.clear()
+        p = p or self.ps[0]
+        p.die()
+        self.flights = {w: f for w, f in self.flights.items() if f.source is not p}
 
-    def hear_of_death(self) -> None:
+    def hear_of_death(self, p: PrefillRank | None = None) -> None:
         """And now it has; a new process takes its place at another port."""
-        self.d.died(process(100 + self.life), self.now)
-        self.life += 1
-        self.p = new_senders(self.life, self._limits)
-        self.is_p_alive = True
+        p = p or self.ps[0]
+        for d in self.ds:
+            d.desk.died(p.process, self.now)
+        p.life += 1
+        p.begin()
         self.settle()
+
+    def kill_d(self, d: DecodeRank) -> None:
+        """A decode process is gone, its memory too; everybody knows, and a new one is there."""
+        dead = d.attach
+        d.life += 1
+        d.begin()
+        for p in self.ps:
+            if p.is_alive:
+                p.desk.died(dead.process, self.now)
+        self.settle()
+        for write in [w for w, f in self.flights.items() if f.write.peer == dead.session]:
+            self.end(write, "the peer is gone")
 
     def flow(self) -> None:
         """Everything that is said arrives, everything that is asked is answered."""
-        while self.to_p or self.to_d or self.attaching or self.wishes:
-            while self.to_p:
-                self.hear_p()
-            while self.to_d:
-                self.hear_d()
-            while self.attaching:
-                self.answer_attach()
-            while self.wishes:
-                self.answer_route()
+        while any(p.inbox or p.attaching for p in self.ps) or any(
+            d.inbox or d.wishes for d in self.ds
+        ):
+            for p in self.ps:
+                while p.inbox:
+                    self.hear_p(p=p)
+            for d in self.ds:
+                while d.inbox:
+                    self.hear_d(d=d)
+            for p in self.ps:
+                while p.attaching:
+                    self.answer_attach(p)
+            for d in self.ds:
+                while d.wishes:
+                    self.answer_route(d)
 
     def land_all(self) -> None:
         for write in list(self.flights):
@@ -288,58 +319,87 @@ class Rig:
 
     # How effects and events come back.
 
-    def settle(self) -> None:
-        for desk in (self.p, self.d):
-            while desk.outbox:
-                self._do(desk.outbox.popleft())
-            while desk.events:
-                self._hear(desk.events.popleft())
+    @property
+    def ranks(self) -> list[PrefillRank | DecodeRank]:
+        return [*self.ps, *self.ds]
 
-    def _do(self, effect: out.Outward) -> None:
+    def settle(self) -> None:
+        for rank in self.ranks:
+            while rank.desk.outbox:
+                self._do(rank, rank.desk.outbox.popleft())
+            while rank.desk.events:
+                self._hear(rank, rank.desk.events.popleft())
+
+    def _do(self, rank: PrefillRank | DecodeRank, effect: out.Outward) -> None:
+        if isinstance(effect, out.Tell):
+            port = int(effect.endpoint.rpartition(":")[2])
+            for other in self.ranks:
+                if other.port == port:
+                    other.inbox.append(effect.frame)
+        elif isinstance(rank, PrefillRank):
+            self._do_p(rank, effect)
+        else:
+            self._do_d(rank, effect)
+
+    def _do_p(self, p: PrefillRank, effect: out.Outward) -> None:
         match effect:
-            case out.Tell(endpoint) if ":5" in endpoint[-6:]:
-                self.to_d.append(effect.frame)
-            case out.Tell(endpoint):
-                if endpoint.endswith(str(6000 + self.life)):
-                    self.to_p.append(effect.frame)
             case out.StartWrite(write):
-                key = self._key_of(write.id)
-                self.flights[write.id] = Flight(write, key)
+                (target,) = [d for d in self.ds if d.attach.session == write.peer]
+                assert write.key is not None
+                self.flights[p.tp, write.id] = Flight(write, write.key, p, target)
             case out.AttachPeer(peer):
-                self.attaching.append(peer.name)
-            case out.FindRoute():
-                self.wishes.append(effect)
+                p.attaching.append(peer.name)
             case _:
                 pass
 
-    def _key_of(self, write: int) -> Key:
-        (key,) = self.p.writes.held_by(write)
-        return key
+    def _do_d(self, d: DecodeRank, effect: out.Outward) -> None:
+        match effect:
+            case out.FindRoute():
+                d.wishes.append(effect)
+            case out.VerifyBlocks():
+                d.verifying.append(effect)
+            case out.Admit(key, areas):
+                d.admitted[key] = [(at, length) for at, length in areas.tolist()]
+            case out.Revoke(key, through):
+                d.admitted.pop(key, None)
+                if {"tcp"} >= (through or {p.way for p in self.ps}):
+                    d.desk.revoked(key, through)
+            case _:
+                pass
 
-    def _hear(self, event: TransferEvent) -> None:
+    def _hear(self, rank: PrefillRank | DecodeRank, event: TransferEvent) -> None:
         self.heard.append(event)
         key = event.room, event.attempt
-        self.told[type(event).__name__, key] += 1
+        kind = type(event).__name__
+        self.told[kind, key] += 1
+        rank.told[kind, key] += 1
+        if isinstance(rank, DecodeRank):
+            self._hear_d(rank, event, key)
+        elif isinstance(event, SendEnded):
+            assert rank.told["SendEnded", key] == 1, "SendEnded is told once"
+            rank.sources.discard(key)
+
+    def _hear_d(self, d: DecodeRank, event: TransferEvent, key: Key) -> None:
+        d.heard.append(event)
         match event:
             case Quiet():
-                assert self.told["Quiet", key] == 1, "Quiet is told once"
-                self.quarantine.discard(key)
-                if key in self.books.kept:
-                    self.books.give(key)
+                assert d.told["Quiet", key] == 1, "Quiet is told once"
+                d.quarantine.discard(key)
+                if key in d.books.kept:
+                    d.books.give(key)
             case Received():
-                kept = {512 + block * BLOCK for block in self.books.kept[key][0]}
-                assert kept <= self.landed.get(key, set()), "the slot came before the KV"
-                if key in self.quarantine:  # it crossed with the abort: nothing is written later
-                    self.quarantine.discard(key)
-                    self.books.give(key)
+                kept = d.head_offsets(d.books.kept[key][0])
+                assert kept <= d.landed.get(key, set()), "the slot came before the KV"
+                if key in d.quarantine:  # it crossed with the abort: nothing is written later
+                    d.quarantine.discard(key)
+                    d.books.give(key)
             case ReceiveFailed():
-                if key in self.books.kept:
-                    self.quarantine.add(key)
-            case SendEnded():
-                assert self.told["SendEnded", key] == 1, "SendEnded is told once"
-                self.sources.discard(key)
-            case ReceiverReady() | PromptStarted() | SenderReady() | SendFailed():
+                if key in d.books.kept:
+                    d.quarantine.add(key)
+            case ReceiverReady() | PromptStarted():
                 pass
+            case SenderReady() | SendFailed() | SendEnded():
+                raise AssertionError(f"a decode rank says {event}")
 
     # What tests ask.
 
@@ -348,14 +408,17 @@ class Rig:
 
     def check_baseline(self) -> None:
         """Nothing is left of anything."""
-        assert not self.p.rooms
-        assert not self.d.rooms
-        assert not self.p.quarantined
-        assert not self.d.quarantined
-        assert not len(self.p.early)
-        assert not self.books.kept
-        assert not self.sources
-        assert not self.slots.waiting
+        for p in self.ps:
+            assert not p.desk.rooms
+            assert not p.desk.quarantined
+            assert not len(p.desk.early)
+            assert not p.sources
+        for d in self.ds:
+            assert not d.desk.rooms
+            assert not d.desk.quarantined
+            assert not d.books.kept
+            assert not d.slots.waiting
+            assert not d.admitted
         assert not self.flights
 
 

@@ -6,13 +6,11 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from typing import Final, NamedTuple
 
 import pytest
 
 from pdrt.config import TransferSection
-from pdrt.data import outward as out
 from pdrt.data.checksums import Corrupt
 from pdrt.data.commands import (
     AbortReceiver,
@@ -23,12 +21,10 @@ from pdrt.data.commands import (
 )
 from pdrt.data.events import Quiet, Received, ReceiveFailed, ReceiverReady, SendEnded, SenderReady
 from pdrt.data.process import this_process
-from pdrt.data.receivers import Receivers, Receiving
 from pdrt.data.transfer import State
 from pdrt.data.transport.faulty import Fault
-from pdrt.messages import Rank
 from tests.data.managers import HASH, LAYOUT, SOURCE, Side, record, route_to, side
-from tests.data.rig import KEY, LIMITS, PATIENCE, Rig
+from tests.data.rig import Rig
 from tests.data.rig import record as slot_record
 
 A: Final = (1, 0)
@@ -42,17 +38,8 @@ class CheckedRig(Rig):
     """The decode rank wants checksums; the test says what comes of looking at them."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.verifying: list[out.VerifyBlocks] = []
-        self.attach = replace(self.attach, checksums=True)
-        me = Receiving(Rank(), 1, self.attach, KEY)
-        self.d = Receivers(me, self.slots, LIMITS, PATIENCE)
-
-    def _do(self, effect: out.Outward) -> None:
-        if isinstance(effect, out.VerifyBlocks):
-            self.verifying.append(effect)
-        else:
-            super()._do(effect)
+        super().__init__(checksums=True)
+        self.verifying = self.ds[0].verifying
 
     def lose_p(self) -> None:
         self.kill_p()
@@ -87,7 +74,7 @@ def rig() -> CheckedRig:
 
 
 def test_the_scheduler_hears_of_a_transfer_when_it_is_verified(rig: CheckedRig) -> None:
-    assert [list(verify.blocks) for verify in rig.verifying] == [rig.books.kept[A][0]]
+    assert [list(verify.blocks) for verify in rig.verifying] == [rig.ds[0].books.kept[A][0]]
     assert not rig.has(Received, A)
     rig.verified()
     assert rig.has(Received, A)
@@ -115,7 +102,7 @@ def test_a_damaged_block_fails_the_transfer_by_name_and_may_be_tried_elsewhere(
         assert word in problem.message
     assert rig.d.counters["blocks_corrupt"] == 1
     assert not rig.has(Received, A)
-    assert A in rig.books.kept, "the writer must say that it is quiet, as after any failure"
+    assert A in rig.ds[0].books.kept, "the writer must say that it is quiet, as after any failure"
     rig.flow()
     assert rig.has(Quiet, A)
     rig.check_baseline()

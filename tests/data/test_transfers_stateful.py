@@ -37,7 +37,9 @@ class World:
         self.next_room += 1
         seconds = 3.0 if deadline == 5 else 60.0
         if order != 1:  # 1: the prefill leg is late; 2: there is none; 3: no decode leg
-            self.rig.expect(key, TOKENS, seconds) if order != 2 and self.rig.is_p_alive else None
+            self.rig.expect(key, TOKENS, seconds) if order != 2 and self.rig.ps[
+                0
+            ].is_alive else None
             self.computed[key] = 0
         else:
             self.late.append(key)
@@ -45,7 +47,7 @@ class World:
             self.rig.open(key, seconds)
 
     def late_leg_comes(self, _a: int, _b: int) -> None:
-        if self.late and self.rig.is_p_alive:
+        if self.late and self.rig.ps[0].is_alive:
             key = self.late.pop(0)
             self.computed[key] = 0
             self.rig.expect(key, TOKENS)
@@ -54,9 +56,9 @@ class World:
         over = {(e.room, e.attempt) for e in self.rig.heard if isinstance(e, ReceiveFailed | Quiet)}
         for ready in [e for e in self.rig.heard if isinstance(e, ReceiverReady)]:
             key = ready.room, ready.attempt
-            if key in over or key in self.rig.books.kept or key not in self.rig.d.rooms:
+            if key in over or key in self.rig.ds[0].books.kept or key not in self.rig.d.rooms:
                 continue
-            if len(self.rig.books.free) >= BLOCKS and self.rig.books.slots:
+            if len(self.rig.ds[0].books.free) >= BLOCKS and self.rig.ds[0].books.slots:
                 self.rig.admit(key, TOKENS, first_block % BLOCKS)
                 return
 
@@ -72,7 +74,7 @@ class World:
             for key, done in self.computed.items()
             if done < BLOCKS and key in self.rig.p.rooms and self.rig.has(SenderReady, key)
         ]
-        if keys and self.rig.is_p_alive:
+        if keys and self.rig.ps[0].is_alive:
             key = keys[pick % len(keys)]
             done = self.computed[key]
             self.computed[key] = min(BLOCKS, done + 1 + size % 3)
@@ -91,8 +93,8 @@ class World:
             self.rig.abort_send(keys[pick % len(keys)])
 
     def decode_finishes(self, _a: int, _b: int) -> None:
-        for key in list(self.rig.books.kept):
-            if self.rig.has(Received, key) and key not in self.rig.quarantine:
+        for key in list(self.rig.ds[0].books.kept):
+            if self.rig.has(Received, key) and key not in self.rig.ds[0].quarantine:
                 self.rig.finish(key)
 
     # Messages.
@@ -117,16 +119,16 @@ class World:
             del wire[at % len(wire)]
 
     def question_is_answered(self, _a: int, _b: int) -> None:
-        if self.rig.attaching:
+        if self.rig.ps[0].attaching:
             self.rig.answer_attach()
-        if self.rig.wishes:
+        if self.rig.ds[0].wishes:
             self.rig.answer_route()
 
     # The transport.
 
     def write_lands(self, pick: int, _b: int) -> None:
-        if flights := [f for f in self.rig.flights.values() if not f.has_landed]:
-            self.rig.land(flights[pick % len(flights)].write.id)
+        if flights := [w for w, f in self.rig.flights.items() if not f.has_landed]:
+            self.rig.land(flights[pick % len(flights)])
 
     def write_ends(self, pick: int, _b: int) -> None:
         if writes := list(self.rig.flights):
@@ -150,12 +152,12 @@ class World:
         self.rig.pass_time(0.5)
 
     def prefill_dies(self, _a: int, _b: int) -> None:
-        if self.rig.is_p_alive:
+        if self.rig.ps[0].is_alive:
             self.rig.kill_p()
             self.computed.clear()
 
     def death_is_known(self, _a: int, _b: int) -> None:
-        if not self.rig.is_p_alive:
+        if not self.rig.ps[0].is_alive:
             self.rig.hear_of_death()
 
     def ends_well(self) -> None:
@@ -218,10 +220,10 @@ class TwoPeers(RuleBasedStateMachine):
 
     @invariant()
     def every_block_and_slot_has_one_owner(self) -> None:
-        held = [block for blocks, _ in self.rig.books.kept.values() for block in blocks]
-        assert sorted(held + self.rig.books.free) == list(range(24))
-        slots = [slot for _, slot in self.rig.books.kept.values()]
-        assert sorted(slots + self.rig.books.slots) == list(range(8))
+        held = [block for blocks, _ in self.rig.ds[0].books.kept.values() for block in blocks]
+        assert sorted(held + self.rig.ds[0].books.free) == list(range(24))
+        slots = [slot for _, slot in self.rig.ds[0].books.kept.values()]
+        assert sorted(slots + self.rig.ds[0].books.slots) == list(range(8))
 
     @invariant()
     def what_a_peer_may_still_write_is_kept_for_it(self) -> None:
@@ -231,7 +233,7 @@ class TwoPeers(RuleBasedStateMachine):
 
     @invariant()
     def sources_are_pinned_while_they_are_read(self) -> None:
-        assert {flight.key for flight in self.rig.flights.values()} <= self.rig.sources
+        assert {flight.key for flight in self.rig.flights.values()} <= self.rig.ps[0].sources
 
     @invariant()
     def a_terminal_state_is_never_left(self) -> None:

@@ -1,0 +1,52 @@
+"""What is said of the prefill ranks that have a part in one attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from pdrt.data.prefill_peers import PrefillPeers
+from pdrt.data.transfer import Leg, Receiver
+from pdrt.messages import Attach
+
+_MUST_AGREE: Final = ("token", "kv_len", "status", "spec_tokens")
+
+
+def disagreement(legs: Sequence[Leg]) -> str:
+    """In what the slots differ, naming two ranks; empty when they vouch for the same."""
+    said = [(leg.rank, leg.record) for leg in legs if leg.record is not None]
+    first_rank, first = said[0]
+    for rank, record in said[1:]:
+        for name in _MUST_AGREE:
+            a, b = getattr(first, name), getattr(record, name)
+            if a != b:
+                return f"prefill ranks {first_rank} and {rank} disagree: {name} {a} and {b}"
+    return ""
+
+
+def writers_of(head: int, heads: int, legs: Sequence[Leg]) -> str:
+    """The ranks that wrote this one of our heads: each cp rank its blocks of it."""
+    writing = sorted((leg for leg in legs if leg.writes), key=lambda leg: leg.place)
+    shares = len({leg.rank.rpartition(",")[2] for leg in writing})
+    share = head * shares // heads
+    return " or ".join(leg.rank for leg in writing if leg.place % shares == share)
+
+
+def told(receiver: Receiver, cause: str, peers: PrefillPeers, attach: Attach) -> str:
+    """All that is needed to find the fault: each rank, its peer, its transport and its bytes."""
+    wanted = len(receiver.handshake.blocks) // 4 if receiver.handshake else 0
+    done = sum(leg.done_bytes for leg in receiver.legs.values())
+    ways = "/".join(attach.region.offers)
+    legs = ", ".join(_told_of(leg, peers, ways) for leg in receiver.legs.values())
+    return (
+        f"room {receiver.room} attempt {receiver.attempt}: {cause};"
+        f" {done} of {wanted * attach.layout.block_bytes} bytes known written,"
+        f" last {receiver.state}; from prefill rank {legs or 'not known yet'}"
+    )
+
+
+def _told_of(leg: Leg, peers: PrefillPeers, ways: str) -> str:
+    peer = peers.get(leg.peer)
+    share = f"{leg.done_bytes} bytes" if leg.writes else "writes nothing"
+    condition = peer.condition if peer else "gone"
+    return f"{leg.rank} at {leg.peer} over {leg.transport or ways} ({share}, peer {condition})"

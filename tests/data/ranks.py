@@ -1,0 +1,219 @@
+"""The ranks that a rig joins: their desks, what lies in their inboxes, and a scheduler's books."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from pdrt.data import outward as out
+from pdrt.data.events import TransferEvent
+from pdrt.data.limits import Limits, Patience
+from pdrt.data.mapping import heads_of
+from pdrt.data.memory import SLOT_BYTES
+from pdrt.data.metadata import MetadataBufferPool
+from pdrt.data.receivers import Receivers, Receiving
+from pdrt.data.senders import Senders, Sending
+from pdrt.data.transfer import Key
+from pdrt.keys import ClusterKey
+from pdrt.messages import Attach, KvLayout, Process, Rank, RankAddress, Region, Route
+
+LAYOUT = KvLayout(block_size=4, dtype="uint8", layers=1, kv_heads=1, head_dim=2)
+KEY = ClusterKey(b"k" * 32)
+PATIENCE = Patience()
+LIMITS = Limits()
+ROWS = 8
+LIVES = 50  # at most so many lives of a prefill rank in one test
+
+
+def process(pid: int, host: str = "here") -> Process:
+    return Process(host=host, pid=pid, started=pid * 10)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a test's instances are cut. `writers`: slots in a row of decode memory."""
+
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    heads: int = 1
+    writers: int = 1
+
+    def layout(self, tp: int) -> KvLayout:
+        kv_heads = len(heads_of(0, tp, self.heads))
+        return replace(LAYOUT, kv_heads=kv_heads, total_kv_heads=self.heads)
+
+
+ONE = Shape()
+
+
+def attach(
+    layout: KvLayout = LAYOUT,
+    session: str = "d0",
+    blocks: int = 32,
+    shape: Shape = ONE,
+    tp: int = 0,
+) -> Attach:
+    """A decode worker with 8 rows of slots, whose pool begins after them."""
+    slots = ROWS * shape.writers
+    number = int(session[1:])
+    region = Region(
+        offers={"shm": b""},
+        size=slots * SLOT_BYTES + blocks * layout.block_bytes,
+        slots_at=0,
+        slots=slots,
+        pool_at=slots * SLOT_BYTES,
+        blocks=blocks,
+    )
+    return Attach(
+        session=session,
+        endpoint=f"tcp://127.0.0.1:{5000 + number}",
+        process=process(500 + number),
+        layout=layout,
+        region=region,
+        rank=Rank(tp=tp),
+        tp=shape.decode_tp,
+    )
+
+
+def prefill_process(tp: int, life: int) -> Process:
+    return process(100 + LIVES * tp + life)
+
+
+def new_senders(life: int = 0, limits: Limits = LIMITS, shape: Shape = ONE, tp: int = 0) -> Senders:
+    """A prefill rank's desk in its life number `life`."""
+    layout = shape.layout(shape.prefill_tp) if shape != ONE else LAYOUT
+    who = prefill_process(tp, life)
+    me = Sending(Rank(tp=tp), who, layout, 0, "shm", KEY, tp=shape.prefill_tp)
+    return Senders(me, limits, PATIENCE)
+
+
+def address(tp: int, life: int) -> RankAddress:
+    return RankAddress(
+        rank_ip="127.0.0.1",
+        rank_port=6000 + LIVES * tp + life,
+        process=prefill_process(tp, life),
+        instance_epoch=life,
+    )
+
+
+def route(life: int = 0, fingerprint: KvLayout = LAYOUT, tp: int = 1) -> Route:
+    return route_to({f"0,0,{rank}": address(0, life) for rank in range(tp)}, fingerprint)
+
+
+def route_to(ranks: dict[str, RankAddress], fingerprint: KvLayout = LAYOUT) -> Route:
+    return Route(
+        attn_tp_size=len(ranks),
+        attn_cp_size=1,
+        dp_size=1,
+        block_size=fingerprint.block_size,
+        kv_cache_dtype=fingerprint.dtype,
+        fingerprint=fingerprint,
+        instance_epoch=max([a.instance_epoch for a in ranks.values()], default=0),
+        ranks=ranks,
+    )
+
+
+@dataclass(slots=True)
+class Books:
+    """What a decode rank's scheduler keeps: free blocks and slots, and whose the others are."""
+
+    free: list[int]
+    slots: list[int]
+    kept: dict[Key, tuple[list[int], int]] = field(default_factory=dict)
+
+    def take(self, key: Key, blocks: int) -> tuple[list[int], int]:
+        taken = [self.free.pop() for _ in range(blocks)], self.slots.pop()
+        self.kept[key] = taken
+        return taken
+
+    def give(self, key: Key) -> None:
+        blocks, slot = self.kept.pop(key)
+        self.free.extend(blocks)
+        self.slots.append(slot)
+
+
+@dataclass
+class PrefillRank:
+    shape: Shape
+    tp: int
+    limits: Limits
+    way: str = "shm"  # what it writes through
+    life: int = 0
+    is_alive: bool = True
+    inbox: list[bytes] = field(default_factory=list)
+    attaching: list[str] = field(default_factory=list)
+    sources: set[Key] = field(default_factory=set)  # attempts whose source blocks are pinned
+    told: Counter[tuple[str, Key]] = field(default_factory=Counter)
+    desk: Senders = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.desk = new_senders(self.life, self.limits, self.shape, self.tp)
+        self.is_alive = True
+
+    @property
+    def layout(self) -> KvLayout:
+        return self.shape.layout(self.shape.prefill_tp) if self.shape != ONE else LAYOUT
+
+    @property
+    def process(self) -> Process:
+        return prefill_process(self.tp, self.life)
+
+    @property
+    def port(self) -> int:
+        return address(self.tp, self.life).rank_port
+
+    def die(self) -> None:
+        self.is_alive = False
+        self.sources.clear()
+        self.attaching.clear()
+        self.told.clear()
+
+
+@dataclass
+class DecodeRank:
+    shape: Shape
+    tp: int
+    limits: Limits
+    blocks: int
+    checksums: bool = False
+    life: int = 0
+    inbox: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A new life with new memory."""
+        layout = self.shape.layout(self.shape.decode_tp) if self.shape != ONE else LAYOUT
+        session = f"d{self.tp + 10 * self.life}"
+        plain = attach(layout, session, self.blocks, self.shape, self.tp)
+        self.attach = replace(plain, checksums=self.checksums)
+        self.memory = bytearray(ROWS * self.shape.writers * SLOT_BYTES)
+        self.slots = MetadataBufferPool(memoryview(self.memory), ROWS, self.shape.writers)
+        me = Receiving(Rank(tp=self.tp), self.shape.decode_tp, self.attach, KEY)
+        self.desk = Receivers(me, self.slots, self.limits, PATIENCE)
+        self.books = Books(list(range(self.blocks)), list(range(ROWS)))
+        self.wishes: list[out.FindRoute] = []
+        self.verifying: list[out.VerifyBlocks] = []
+        self.landed: dict[Key, set[int]] = {}  # where heads of an attempt's blocks have arrived
+        self.quarantine: set[Key] = set()
+        self.admitted: dict[Key, list[tuple[int, int]]] = {}  # what the transport lets in
+        self.slot_writers: dict[tuple[Key, int], int] = {}
+        self.heard: list[TransferEvent] = []
+        self.told: Counter[tuple[str, Key]] = Counter()
+
+    @property
+    def port(self) -> int:
+        return int(self.attach.endpoint.rpartition(":")[2])
+
+    def head_offsets(self, blocks: list[int]) -> set[int]:
+        """Where each head's part of these blocks lies."""
+        layout, pool_at = self.attach.layout, self.attach.region.pool_at
+        return {
+            pool_at + block * layout.block_bytes + head * layout.head_bytes
+            for block in blocks
+            for head in range(layout.kv_heads)
+        }
