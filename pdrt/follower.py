@@ -17,7 +17,6 @@ import zmq.asyncio
 from aiohttp import ClientSession
 
 from pdrt import duties, messages, parts, steps
-from pdrt.data.manager import KVTransferManager
 from pdrt.data.process import this_process
 from pdrt.data.relay import pack_event, unpack_command
 from pdrt.device.backends import open_runner
@@ -31,9 +30,13 @@ class Follower:
     """One life of it, from its spec to its end."""
 
     def __init__(
-        self, spec: WorkerSpec, link: Link[ToWorker, FromWorker], load: Load = open_runner
+        self,
+        spec: WorkerSpec,
+        link: Link[ToWorker, FromWorker],
+        load: Load = open_runner,
+        transfers: parts.MakeTransfers = parts.transfers,
     ) -> None:
-        self._spec, self._link = spec, link
+        self._spec, self._link, self._open_transfers = spec, link, transfers
         self._engine = Engine(spec, self._tell_loading, load)
         self._head: Link[ToFollower, FromFollower] = Link(
             zmq.asyncio.Context.instance(), messages.TO_FOLLOWER, messages.FROM_FOLLOWER
@@ -45,7 +48,7 @@ class Follower:
         self._batches: asyncio.Queue[messages.Step] = asyncio.Queue()  # tp 0 waits for us
         self._orders: deque[messages.Order] = deque()
         self._computed, self._step_s = 0, 0.0
-        self._manager: KVTransferManager | None = None
+        self._transfers: parts.OwnTransfers | None = None
 
     async def run(self) -> None:
         """Until the supervisor says stop. Raises what the worker cannot go on with."""
@@ -75,11 +78,11 @@ class Follower:
         async with asyncio.TaskGroup() as tasks:
             if self._spec.role != "hybrid":
                 wake = self._transfers_news.set
-                self._manager = parts.transfers(self._spec, memory, session, wake)
-                endpoint = await self._manager.start()
-                tasks.create_task(self._manager.run())
-                await self._manager.try_transports()
-                tasks.create_task(self._tell_events(self._manager))
+                self._transfers = self._open_transfers(self._spec, memory, session, wake)
+                endpoint = await self._transfers.start()
+                tasks.create_task(self._transfers.run())
+                await self._transfers.try_transports()
+                tasks.create_task(self._tell_events(self._transfers))
             process, layout, blocks = this_process(), memory.layout, memory.blocks
             self._head.tell(messages.Hello(process=process, layout=layout, blocks=blocks))
             await engine.join(await self._rendezvous)
@@ -137,15 +140,15 @@ class Follower:
     def _carry_out(self) -> None:
         """The orders that rest on no step that is still to be computed here."""
         while self._orders and self._orders[0].after <= self._computed:
-            assert self._manager is not None, "a hybrid scheduler transfers nothing"
-            self._manager.do(unpack_command(self._orders.popleft().command))
+            assert self._transfers is not None, "a hybrid scheduler transfers nothing"
+            self._transfers.do(unpack_command(self._orders.popleft().command))
 
-    async def _tell_events(self, manager: KVTransferManager) -> NoReturn:
+    async def _tell_events(self, transfers: parts.OwnTransfers) -> NoReturn:
         """A task of its own: the manager tells of events in the middle of its calls."""
         while True:
             await self._transfers_news.wait()
             self._transfers_news.clear()
-            for event in manager.take_events():
+            for event in transfers.take_events():
                 self._head.tell(messages.Told(event=pack_event(event)))
             self._news.set()
 
@@ -157,7 +160,7 @@ class Follower:
 
     def _stats(self) -> messages.Stats:
         """Requests and blocks are tp 0's to count; ours are the transfers."""
-        moved = self._manager.stats() if self._manager else None
+        moved = self._transfers.stats() if self._transfers else None
         return messages.Stats(
             rooms=moved.rooms if moved else 0,
             peers=moved.peers if moved else {},

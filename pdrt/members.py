@@ -14,11 +14,11 @@ from typing import Final, TypeAlias
 
 import zmq.asyncio
 
-from pdrt import duties, messages, steps
+from pdrt import duties, messages, parts, steps
 from pdrt.data.commands import TransferCommand
 from pdrt.data.events import TransferEvent
 from pdrt.data.group import Group
-from pdrt.data.manager import KVTransferManager, TransferStats
+from pdrt.data.manager import TransferStats
 from pdrt.data.relay import pack_command, unpack_event
 from pdrt.device.batch import SeqStep
 from pdrt.engine import Engine
@@ -135,12 +135,12 @@ class Members:
 
 
 class GroupTransfers:
-    """The transfer sides of all ranks, to the worker as its own manager alone would be."""
+    """The transfer sides of all ranks, to the worker as its own alone would be."""
 
     def __init__(
-        self, manager: KVTransferManager, members: Members, size: int, wake: Callable[[], None]
+        self, own: parts.Transfers, members: Members, size: int, wake: Callable[[], None]
     ) -> None:
-        self._manager, self._members, self._wake = manager, members, wake
+        self._own, self._members, self._wake = own, members, wake
         self._group = Group(size)
         members.told = self._told
 
@@ -150,7 +150,7 @@ class GroupTransfers:
 
     def take_events(self) -> list[TransferEvent]:
         """What happened since the last call, in order."""
-        for event in self._manager.take_events():
+        for event in self._own.take_events():
             self._group.heard(0, event)
         self._carry_out()
         events = list(self._group.events)
@@ -159,7 +159,7 @@ class GroupTransfers:
 
     def stats(self) -> TransferStats:
         """Of our own rank; each other one tells its own."""
-        return self._manager.stats()
+        return self._own.stats()
 
     def _told(self, tp: int, event: TransferEvent) -> None:
         self._group.heard(tp, event)
@@ -170,7 +170,7 @@ class GroupTransfers:
         while orders:
             rank, command = orders.popleft()
             if rank == 0:
-                self._manager.do(command)
+                self._own.do(command)
             else:
                 self._members.order(rank, command)
         if self._group.events:

@@ -74,7 +74,12 @@ class Rig:
 
 
 def test_a_command_goes_to_every_rank_in_the_same_order() -> None:
-    commands = [EXPECT, TellStarted(*KEY), SendBlocks(*KEY, (1,), 0), AbortSend(*KEY, STOPPED)]
+    commands: list[TransferCommand] = [
+        EXPECT,
+        TellStarted(*KEY),
+        SendBlocks(*KEY, (1,), 0),
+        AbortSend(*KEY, STOPPED),
+    ]
     rig = Rig()
     for command in commands:
         rig.group.command(command)
