@@ -109,9 +109,7 @@ def _gloo(rank: int, size: int, rendezvous: Path, timeout: timedelta) -> _Group:
     gloo = dist.ProcessGroupGloo
     options = gloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - no public one in 2.6
     options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
-    options._threads = 1  # noqa: SLF001
     options._timeout = timeout  # noqa: SLF001
     store = dist.FileStore(str(rendezvous), size)  # type: ignore[attr-defined]
-    store.set_timeout(timeout)
     group: _Group = gloo(store, rank, size, options)  # type: ignore[assignment]
     return group
