@@ -329,23 +329,10 @@ class KVTransferManager:
                 self._ways.forget(peer)
             case out.Admit() | out.Revoke():
                 self._gate(effect)
-            case out.Admit() | out.Revoke():
-                self._gate(effect)
             case out.AttachPeer() | out.VerifyBlocks() | out.FindRoute():
                 self._begin(effect, group)
             case out.ForgetRoute(host, port):
                 self.prefill_info_table.pop((host, port), None)
-            case _:
-                assert_never(effect)
-
-    def _gate(self, effect: out.Admit | out.Revoke) -> None:
-        """Who may write to our memory."""
-        match effect:
-            case out.Admit(key, areas):
-                self.transport.admit(key, areas)
-            case out.Revoke(key, through):
-                if self.transport.revoke(key, through):
-                    self._receiving.revoked(key, through)
             case _:
                 assert_never(effect)
 
