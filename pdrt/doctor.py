@@ -34,9 +34,8 @@ from pdrt.config import (
 )
 from pdrt.control.instances import base_url
 from pdrt.data import installed
-from pdrt.data.installed import NEEDS, ORDER
+from pdrt.data.installed import NEEDS, ORDER, wanted
 from pdrt.data.probe import CURES
-from pdrt.data.transport.choose import names
 from pdrt.data.trial import try_out
 from pdrt.device.poolsize import host_bytes
 from pdrt.errors import ConfigError, PdrtError
@@ -95,7 +94,7 @@ def examine(
             yield fine(f"config: {conf or 'defaults and environment'} can be read")
             yield from _node(node, role, cache)
             transfer, address = node.transfer, node.parallel.local_ip
-            needed = set() if role == "hybrid" else set(names(transfer))
+            needed = set() if role == "hybrid" else set(wanted(transfer))
             if conf is None and role is None:  # `pdrt up` is asked about, too
                 yield _port("router", node.parallel.local_ip, node.ports.router)
     except ConfigError as error:
@@ -289,18 +288,17 @@ def _transport(
     if package is None:
         return bad(f"transport: {name} is not installed", needs.install)
     says = f"transport: {name}" + (f" ({package})" if package else "")
-    if needs.devices:
-        says += f", devices: {', '.join(found) or 'none'}"
-    if needs.unverified:
-        says += f"; {needs.unverified} not verified on hardware"
+    about = [f"devices: {', '.join(found) or 'none'}"] if needs.devices else []
+    about += [f"{needs.unverified} not verified on hardware"] if needs.unverified else []
     if needs.needs_device and not found:
-        return bad(says, CURES[name])
+        return bad(f"{says}: {'; '.join(about)}", CURES[name])
     try:
         alone = config.model_copy(update={"transport": name, "faults": None})
         speed = host.trial(alone, address)
     except PdrtError as error:
         return bad(f"{says}: {error}", needs.install or CURES[name])
-    return fine(f"{says}: 64 MiB from and to host memory at {speed:.2f} GB/s, all bytes compared")
+    moved = f"64 MiB from and to host memory at {speed:.2f} GB/s, all bytes compared"
+    return fine(f"{says}: {'; '.join([moved, *about])}")
 
 
 def _is_here(host: str) -> bool:

@@ -35,6 +35,7 @@ from pdrt.control.sides import make_side
 from pdrt.control.supervisor import DrainWanted, Said, Signalled, Supervisor
 from pdrt.control.text import TextPool, open_text
 from pdrt.control.worker_handle import Lost, WorkerHandle
+from pdrt.data.installed import check_installed
 from pdrt.data.peer import Health
 from pdrt.errors import ConfigError, PeerLost, first_of
 from pdrt.folder import PrivateFolder
@@ -195,7 +196,7 @@ class Node:
 
 
 def check_served(role: Role, config: NodeConfig, place: Place) -> None:
-    """Raises ConfigError for a topology that this version does not serve, or the model cannot."""
+    """Raises ConfigError for what this version or this host does not serve, or the model cannot."""
     parallel = config.parallel
     if parallel.cp != 1:
         raise ConfigError(f"[parallel] cp = {parallel.cp}: this version serves cp = 1 only")
@@ -206,6 +207,8 @@ def check_served(role: Role, config: NodeConfig, place: Place) -> None:
         )
     if not place.is_leader:
         raise ConfigError(f"a {role} node that is no leader has nothing to do in this version")
+    if role != "hybrid":
+        check_installed(config.transfer)
     ModelSpec.read(config.model.path, config.model.max_model_len).check_tp(parallel.tp)
 
 

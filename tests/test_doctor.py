@@ -6,12 +6,28 @@ import io
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from pdrt.doctor import Finding, Verdict, examine, fine, is_node, is_router, note, show, wrong
+from pdrt.config import TransferSection
+from pdrt.data.installed import NEEDS, ORDER
+from pdrt.data.trial import try_out
+from pdrt.doctor import (
+    Finding,
+    Host,
+    Verdict,
+    examine,
+    fine,
+    is_node,
+    is_router,
+    note,
+    show,
+    wrong,
+)
+from pdrt.errors import TransferFailed
 
 ROOT = Path(__file__).parent.parent
 FREE = "[ports]\nrouter = 0\nprefill = 0\ndecode = 0\nhybrid = 0\nbootstrap = 0\n"
@@ -29,10 +45,17 @@ def of(findings: list[Finding], topic: str) -> list[Finding]:
     return [each for each in findings if each.what.startswith(f"{topic}:")]
 
 
-def look(folder: Path, text: str) -> list[Finding]:
+def fast(_config: TransferSection, _host: str) -> float:
+    return 6.5
+
+
+HOST = Host(package=lambda _name: "", devices=lambda _name: [], trial=fast)
+
+
+def look(folder: Path, text: str, host: Host = HOST) -> list[Finding]:
     file = folder / "conf.toml"
     file.write_text(text)
-    return list(examine(file, None, folder / "cache"))
+    return list(examine(file, None, folder / "cache", host))
 
 
 def wrongs(findings: list[Finding]) -> list[str]:
@@ -101,12 +124,12 @@ def test_a_taken_port_is_found_with_its_address(tmp_path: Path, taken: int) -> N
 
 
 def test_only_the_ports_of_the_role_are_looked_at(tmp_path: Path) -> None:
-    findings = list(examine(None, "decode", tmp_path))
+    findings = list(examine(None, "decode", tmp_path, HOST))
     assert [each.what.partition("(")[2][:6] for each in of(findings, "port")] == ["decode"]
 
 
 def test_without_a_file_the_routers_port_is_looked_at_too(tmp_path: Path) -> None:
-    findings = of(list(examine(None, None, tmp_path)), "port")
+    findings = of(list(examine(None, None, tmp_path, HOST)), "port")
     assert sum("(router)" in each.what for each in findings) == 1
     assert not [each for each in of(look(tmp_path, FREE), "port") if "router" in each.what]
 
@@ -161,12 +184,100 @@ def test_the_two_kinds_of_files_are_told_apart() -> None:
     assert not is_node(ROOT / "conf/none.toml")
 
 
-def test_what_this_version_cannot_do_is_said(tmp_path: Path) -> None:
-    lines = [each.what for each in examine(None, None, tmp_path)]
-    (line,) = [each for each in lines if "not built into this version" in each]
-    for name in ("tcp", "nixl", "mooncake", "memfabric"):
-        assert name in line
-    assert sum("not verified on hardware" in line for line in lines) == 2
+def test_each_transport_has_a_line_that_says_what_it_moved(tmp_path: Path) -> None:
+    tried: list[str] = []
+
+    def trial(config: TransferSection, host: str) -> float:
+        tried.append(f"{config.transport} {host} {config.stripes} {config.faults}")
+        return 6.5
+
+    text = "[transfer]\nstripes = 3\nfaults.drop = 0.5\n"
+    lines = of(look(tmp_path, text, replace(HOST, trial=trial)), "transport")
+    assert [line.what.split()[1].rstrip(":,;") for line in lines] == list(ORDER)
+    assert tried[:2] == ["shm 127.0.0.1 3 None", "tcp 127.0.0.1 3 None"]
+    for line in lines[:2]:
+        assert line.verdict is Verdict.FINE
+        assert "64 MiB from and to host memory at 6.50 GB/s, all bytes compared" in line.what
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("", Verdict.WRONG),  # auto offers tcp unless it is told otherwise
+        ("[transfer]\ntransport = 'tcp'\n", Verdict.WRONG),
+        ("[transfer]\nnetwork = []\n", Verdict.NOTE),
+        ("[transfer]\ntransport = 'shm'\n", Verdict.NOTE),
+    ],
+)
+def test_a_transport_that_does_not_work_is_wrong_where_the_config_names_it(
+    text: str, verdict: Verdict, tmp_path: Path
+) -> None:
+    def trial(config: TransferSection, _host: str) -> float:
+        if config.transport == "tcp":
+            raise TransferFailed("connection refused")
+        return 1.0
+
+    findings = look(tmp_path, text, replace(HOST, trial=trial))
+    (line,) = (each for each in findings if "transport: tcp" in each.what)
+    assert line.verdict is verdict
+    assert "connection refused" in line.what
+    assert "firewall" in line.advice
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"), [("", Verdict.NOTE), ("transport = 'nixl'", Verdict.WRONG)]
+)
+def test_a_transport_that_is_not_installed_is_named_with_its_cure(
+    text: str, verdict: Verdict, tmp_path: Path
+) -> None:
+    bare = replace(HOST, package=lambda name: None if NEEDS[name].packages else "")
+    findings = look(tmp_path, f"[transfer]\n{text}\n", bare)
+    (line,) = (each for each in findings if "transport: nixl" in each.what)
+    assert (line.verdict, line.what) == (verdict, "transport: nixl is not installed")
+    assert line.advice.startswith("pip install nixl-cu12==")
+
+
+def test_packages_and_devices_are_named(tmp_path: Path) -> None:
+    there = replace(HOST, package=lambda name: f"{name}-x 1.0", devices=lambda _name: ["mlx5_0"])
+    (line,) = (each for each in look(tmp_path, "", there) if "nixl" in each.what)
+    assert line.what.startswith("transport: nixl (nixl-x 1.0): 64 MiB")
+    assert "devices: mlx5_0" in line.what
+
+
+def test_a_driver_that_is_missing_is_no_reason_to_try(tmp_path: Path) -> None:
+    (line,) = (each for each in look(tmp_path, "") if "memfabric" in each.what)
+    assert line.verdict is Verdict.NOTE
+    assert "GB/s" not in line.what
+    assert "Ascend driver" in line.advice
+
+
+def test_hardware_that_was_never_tried_is_said_to_be_so(tmp_path: Path) -> None:
+    lines = [each.what for each in look(tmp_path, "")]
+    assert sum("not verified on hardware" in line for line in lines) >= 2
+    assert any("cuda" in line and "not verified" in line for line in lines)
+
+
+def test_an_address_of_another_host_is_not_what_is_tried(tmp_path: Path) -> None:
+    hosts: set[str] = set()
+
+    def trial(_config: TransferSection, host: str) -> float:
+        hosts.add(host)
+        return 1.0
+
+    look(tmp_path, "[parallel]\nlocal_ip = '192.0.2.1'\n", replace(HOST, trial=trial))
+    assert hosts == {"127.0.0.1"}
+
+
+# The trial itself.
+
+
+def test_a_trial_moves_real_bytes_in_a_process_of_its_own() -> None:
+    assert try_out(TransferSection(transport="shm"), "127.0.0.1") > 0.05
+
+
+def test_a_trial_that_cannot_begin_says_why() -> None:
+    with pytest.raises(TransferFailed, match=r"192\.0\.2\.1"):
+        try_out(TransferSection(transport="tcp"), "192.0.2.1")
 
 
 @pytest.mark.parametrize(

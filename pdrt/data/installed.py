@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from pdrt.config import TransportName
+from pdrt.config import TransferSection, TransportName
+from pdrt.errors import ConfigError
 
 ORDER: Final[tuple[TransportName, ...]] = ("shm", "tcp", "nixl", "mooncake", "memfabric")
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """`packages`: one of them; `devices`: where their names stand."""
+    """One of `modules`, which one of `packages` brings; `devices`: where their names stand."""
 
+    modules: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     install: str = ""
     devices: str = ""
@@ -31,12 +34,14 @@ NEEDS: Final[Mapping[TransportName, Needs]] = MappingProxyType(
         "shm": Needs(),
         "tcp": Needs(),
         "nixl": Needs(
-            packages=("nixl-cu12", "nixl-cu13"),
+            modules=("nixl_cu12", "nixl_cu13", "nixl"),
+            packages=("nixl-cu12", "nixl-cu13", "nixl"),
             install="pip install nixl-cu12==1.5.1",
             devices="/sys/class/infiniband",
             unverified="RDMA and GPU memory",
         ),
         "mooncake": Needs(
+            modules=("mooncake",),
             packages=(
                 "mooncake-transfer-engine-non-cuda",
                 "mooncake-transfer-engine",
@@ -48,6 +53,7 @@ NEEDS: Final[Mapping[TransportName, Needs]] = MappingProxyType(
             unverified="RDMA and GPU memory",
         ),
         "memfabric": Needs(
+            modules=("memfabric_hybrid",),
             packages=("memfabric-hybrid",),
             install="pip install memfabric-hybrid==1.3.0",
             devices="/dev",
@@ -59,15 +65,33 @@ NEEDS: Final[Mapping[TransportName, Needs]] = MappingProxyType(
 )
 
 
+def wanted(config: TransferSection) -> tuple[TransportName, ...]:
+    """What a config wants opened, best first."""
+    return ("shm", *config.network) if config.transport == "auto" else (config.transport,)
+
+
 def package(name: TransportName) -> str | None:
     """The installed package and its version; empty when none is needed, None when missing."""
-    wanted = NEEDS[name].packages
-    for each in wanted:
+    needs = NEEDS[name]
+    here = [module for module in needs.modules if find_spec(module) is not None]
+    if not here:
+        return None if needs.modules else ""
+    for each in needs.packages:
         try:
             return f"{each} {version(each)}"
         except PackageNotFoundError:
             continue
-    return None if wanted else ""
+    return here[0]  # built by its user
+
+
+def check_installed(
+    config: TransferSection, found: Callable[[TransportName], str | None] = package
+) -> None:
+    """Before a model is loaded. Raises ConfigError that says what to install."""
+    for name in wanted(config):
+        if found(name) is None:
+            install = NEEDS[name].install
+            raise ConfigError(f"[transfer] transport {name} is not installed: {install}")
 
 
 def devices(name: TransportName) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from pdrt.config import TransferSection, TransportName
+from pdrt.data.installed import wanted
 from pdrt.data.memory import PoolMemory
 from pdrt.data.transport.choosing import Choosing
 from pdrt.data.transport.faulty import FaultyTransport
@@ -18,18 +19,15 @@ from pdrt.keys import ClusterKey
 _BUILT: Final[tuple[str, ...]] = ("shm", "nixl", "mooncake")
 
 
-def names(config: TransferSection) -> tuple[TransportName, ...]:
-    """What is to be opened, best first."""
-    if config.transport != "auto":
-        return (config.transport,)
-    return ("shm", *(name for name in config.network if name in _BUILT))
-
-
 def open_transport(
     config: TransferSection, memory: PoolMemory, local_ip: str, key: ClusterKey
 ) -> Transport:
     """To be called on the running loop. Raises ConfigError: whatever is named must work."""
-    inner = [_open(name, config, memory, local_ip, key) for name in names(config)]
+    inner = [
+        _open(name, config, memory, local_ip, key)
+        for name in wanted(config)
+        if name in _BUILT or config.transport == name
+    ]
     transport = inner[0] if len(inner) == 1 else Choosing(inner)
     return FaultyTransport(transport, config.faults) if config.faults else transport
 
