@@ -177,18 +177,35 @@ def bench_transfer(
     transport a turn, and what the last round moved is checked.
     """
     from pdrt.bench.cases import wanted
-    from pdrt.bench.shell import Report, place_of
+    from pdrt.bench.shell import Report, leave, place_of
     from pdrt.bench.shell import listen as be_target
     from pdrt.bench.shell import transfer as measure
 
     if listen and connect:
         raise ConfigError("give --listen on one host and --connect on the other, not both here")
     if listen:
-        raise typer.Exit(be_target(listen, _bench_key(listen, "--listen"), wait, _out()))
+        leave(be_target(listen, _bench_key(listen, "--listen"), wait, _out()))
     asked = wanted(sizes, batch, transport, rounds, seconds, pool)
     place = place_of(connect, _bench_key(connect, "--connect")) if connect else None
-    report = Report(json_file, plot, quiet)
-    raise typer.Exit(measure(asked, report, _out(), place))
+    leave(measure(asked, Report(json_file, plot, quiet), _out(), place))
+
+
+@bench.command("control", epilog="Example: `pdrt bench control --rooms 1000`")
+def bench_control(
+    rooms: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Rooms one at a time, and as many 64 at once.")
+    ] = 1000,
+    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No table.")] = False,
+) -> None:
+    """What a request costs beside computing and moving its KV: handshakes, slots, descriptors.
+
+    Rooms go through a real prefill and a real decode manager in two processes.
+    """
+    from pdrt.bench.control import control
+    from pdrt.bench.shell import Report
+
+    raise typer.Exit(control(rooms, Report(json_file, is_quiet=quiet), _out()))
 
 
 @app.command(

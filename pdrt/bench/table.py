@@ -18,7 +18,7 @@ def show(console: Console, results: Results) -> None:
     for cases in filter(None, (single, scattered)):
         title = "GB/s (median), and the share of memcpy"
         console.print(_table(results, cases, title, lambda s: _rate(results, s)))
-        title = "microseconds a write, average / p99"
+        title = "milliseconds a write, average / p99"
         console.print(_table(results, cases, title, _latency))
     console.print(", ".join(f"{name} {value}" for name, value in results.machine.items()))
     for name, reason in results.refused.items():
@@ -28,7 +28,7 @@ def show(console: Console, results: Results) -> None:
 def _table(results: Results, cases: list[Case], title: str, cell: Callable[[Series], str]) -> Table:
     table = Table("block", "batch", title=title, title_justify="left")
     for way in results.shown:
-        table.add_column(way, justify="right")
+        table.add_column(way, justify="right", no_wrap=True)
     for case in cases:
         found = [results.get(case, way) for way in results.shown]
         cells = [cell(series) if series else "-" for series in found]
@@ -47,4 +47,10 @@ def _rate(results: Results, series: Series) -> str:
 
 
 def _latency(series: Series) -> str:
-    return f"{series.avg_us:,.0f} / {series.quantile_us(0.99):,.0f}"
+    return f"{_ms(series.avg_us)} / {_ms(series.quantile_us(0.99))}"
+
+
+def _ms(us: float) -> str:
+    """Three digits that count, or all before the point."""
+    ms = us / 1000
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
