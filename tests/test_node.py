@@ -25,6 +25,7 @@ from pdrt.spawn import WorkerSpec
 from tests.fake_worker import FakeWorker
 
 KEY = ClusterKey(b"the key of a test cluster")
+TWO_BY_TWO = {"world_size": 4, "dp": 2, "tp": 2, "devices_per_node": 4}
 BEARER = {"authorization": f"Bearer {KEY.bearer()}"}
 
 
@@ -184,6 +185,25 @@ async def test_workers_are_told_the_real_bootstrap_port_and_a_new_epoch_each_lif
         assert second.epoch > first.epoch
 
 
+async def test_a_node_has_a_worker_for_each_rank_and_is_ready_with_the_last() -> None:
+    async with rigged("decode", parallel=TWO_BY_TWO) as rig:
+        await rig.event("node", state="loading")
+        ranks = [Rank(dp=dp, tp=tp) for dp in (0, 1) for tp in (0, 1)]
+        assert [worker.rank for worker in rig.workers] == ranks
+        assert [worker.make_spec("ipc:///w").rank for worker in rig.workers] == ranks
+        for worker in rig.workers[:3]:
+            worker.become_ready()
+        status, body = await rig.get("/ready")
+        assert (status, "worker 1,0,1 is loading" in body["reason"]) == (503, True)
+        _, told = await rig.get("/internal/status")
+        assert (told["dp_size"], told["ready_ranks"]) == (2, [0])
+        rig.workers[3].become_ready()
+        await rig.event("node", state="ready")
+        _, told = await rig.get("/internal/status")
+        assert told["ready_ranks"] == [0, 1]
+        assert [worker["rank"] for worker in told["workers"]] == [str(rank) for rank in ranks]
+
+
 async def test_a_taken_port_is_told_before_any_worker_starts() -> None:
     async with rigged() as rig:
         url = (await rig.event("listening"))["url"]
@@ -198,15 +218,15 @@ async def test_a_taken_port_is_told_before_any_worker_starts() -> None:
 @pytest.mark.parametrize(
     ("parallel", "why"),
     [
-        ({"world_size": 2, "tp": 2, "devices_per_node": 2}, "tp = 2"),
+        ({"world_size": 3, "tp": 3, "devices_per_node": 3}, "tp = 3: must divide the model's 8"),
         ({"world_size": 2, "cp": 2, "devices_per_node": 2}, "cp = 2"),
         (
-            {"world_size": 2, "dp": 2, "devices_per_node": 1, "ips": ["127.0.0.1", "127.0.0.2"]},
+            {"world_size": 2, "tp": 2, "devices_per_node": 1, "ips": ["127.0.0.1", "127.0.0.2"]},
             "one node only",
         ),
     ],
 )
-def test_a_topology_that_is_not_served_yet_is_refused(
+def test_a_topology_that_is_not_served_yet_or_not_by_the_model_is_refused(
     parallel: Mapping[str, Any], why: str
 ) -> None:
     settings = config(parallel=parallel)

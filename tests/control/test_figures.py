@@ -74,6 +74,11 @@ def test_a_death_is_visible_with_its_reason_while_the_next_life_loads() -> None:
     }
 
 
+def test_tp_0_counts_for_its_group() -> None:
+    group = [Worker(Rank(), stats=BUSY), Worker(Rank(tp=1), stats=BUSY)]
+    assert load_of(group) == load_of(group[:1])
+
+
 def test_the_load_is_the_sum_over_those_that_serve() -> None:
     workers = [Worker(Rank(), stats=BUSY), Worker(Rank(dp=1), stats=BUSY), Worker(Rank(dp=2))]
     workers[1].ready = None

@@ -85,14 +85,18 @@ class FakeSide:
 
 
 class Rig:
-    def __init__(self, role: Role, dp: int) -> None:
+    def __init__(self, role: Role, dp: int, tp: int = 1) -> None:
         self.time, self.side = FakeTime(), FakeSide()
         time = Time(self.time.clock, self.time.sleep)
 
         def unused(_endpoint: str) -> Any:
             raise AssertionError
 
-        self.workers = [FakeWorker(Rank(dp=n), unused, Path(), self.heard, time) for n in range(dp)]
+        self.workers = [
+            FakeWorker(Rank(dp=n, tp=m), unused, Path(), self.heard, time)
+            for n in range(dp)
+            for m in range(tp)
+        ]
         dispatcher = DPDispatcher(lanes(self.workers, self.side.told), self.time.clock)
         self.parts = Parts(role, self.side, self.workers, dispatcher, Condition())
         self.supervisor = Supervisor(self.parts, TIMEOUTS, time, lambda: WALL)
@@ -131,8 +135,8 @@ class Rig:
 
 
 @asynccontextmanager
-async def rigged(role: Role = "decode", dp: int = 1) -> AsyncIterator[Rig]:
-    rig = Rig(role, dp)
+async def rigged(role: Role = "decode", dp: int = 1, tp: int = 1) -> AsyncIterator[Rig]:
+    rig = Rig(role, dp, tp)
     try:
         yield rig
     finally:
@@ -225,6 +229,60 @@ async def test_the_death_of_a_worker_fails_its_requests_and_is_a_fault() -> None
             rig.workers[1].answer(8, Output(room=0, tokens=(1,), finish="stop"))
             await settle()
             assert [output.finish async for output in kept] == ["stop"]
+
+
+async def test_the_loss_of_any_rank_fails_its_groups_requests_and_no_others() -> None:
+    """CASES 33: at once, though tp 0 has not ended yet, and nothing new is given to it."""
+    async with rigged(dp=2, tp=2) as rig:
+        await rig.be_ready()
+        heads = rig.workers[0], rig.workers[2]
+        for head in heads:
+            head.answers = None
+        with rig.submit(7, 0) as lost, rig.submit(8, 1) as kept:
+            rig.workers[1].die()
+            await settle()
+            assert await end_of(lost) == "peer_lost"
+            assert rig.side.gone == [Rank(tp=1)]
+            assert rig.shown.status()["ready_ranks"] == [1]
+            assert "worker 0,0,1 is waiting" in rig.shown.why_not_ready()
+            with pytest.raises(PeerLost, match="dp rank 0 is not connected"):
+                rig.submit(9, 0)
+            with rig.submit(9) as other:
+                assert other.dp_rank == 1
+            heads[0].die()  # its link to the follower dropped
+            await settle()
+            heads[1].answer(8, Output(room=0, tokens=(1,), finish="stop"))
+            await settle()
+            assert [output.finish async for output in kept] == ["stop"]
+        for worker in rig.workers[:2]:
+            worker.become_ready()
+        await settle()
+        assert rig.state == "ready"
+        assert {type(m) for w in rig.workers for m in w.told} == {Submit, AbortRoom}
+        assert rig.workers[1].told == rig.workers[3].told == []
+
+
+async def test_a_hybrid_group_is_tried_through_its_tp_0() -> None:
+    async with rigged("hybrid", dp=2, tp=2) as rig:
+        await rig.be_ready()
+        await rig.time.run_for(0.5)
+        assert rig.shown.why_not_ready() == ""
+        tried = [sum(isinstance(m, Submit) for m in worker.told) for worker in rig.workers]
+        assert tried == [1, 0, 1, 0]
+
+
+async def test_a_lane_tells_nobody_while_a_rank_of_its_group_is_absent() -> None:
+    async with rigged(tp=2) as rig:
+        await settle()
+        (lane,) = lanes(rig.workers, rig.side.told)
+        rig.workers[0].become_ready()
+        assert lane.ready is None
+        with pytest.raises(PeerLost, match="worker 0,0,1 is loading, not ready"):
+            lane.tell(Drain())
+        rig.workers[1].become_ready()
+        lane.tell(Drain())
+        assert (rig.workers[0].told, rig.workers[1].told) == ([Drain()], [])
+        assert (lane.rank, lane.ready) == (Rank(), rig.workers[0].ready)
 
 
 async def test_a_worker_that_dies_too_often_ends_the_node_with_its_reason() -> None:
