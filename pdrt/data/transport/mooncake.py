@@ -71,7 +71,9 @@ class MooncakeEngine:
             raise EngineError(f"{contact!r}: {error}") from error
         if status:
             raise EngineError(f"{session} does not answer: status {status}")
-        return MooncakeLink(self._library, session)
+        link = MooncakeLink(self._library, session)
+        link.open(self._registered[-1])
+        return link
 
     def close(self) -> None:
         if self._library is not None:
@@ -83,6 +85,16 @@ class MooncakeEngine:
 class MooncakeLink:
     def __init__(self, library: Library, session: str) -> None:
         self._library, self._session = library, session
+
+    def open(self, address: int) -> None:
+        """The first write to a peer asks it where its memory is, and meanwhile delays the writes
+        to all others: so it is one of no bytes, made while the peer is known to answer.
+        """
+        waiting = deque[int]()
+        if error := self._submit(waiting, address, address, 0):
+            raise EngineError(error)
+        if (status := self._status(waiting[0])) not in (_DONE, *_UNDECIDED):
+            raise EngineError(f"{self._session} cannot be opened: status {status}")
 
     def put(self, runs: Runs, life: Life) -> None:
         error, waiting = "", deque[int]()
