@@ -25,12 +25,15 @@ from pdrt.data.transport.mooncake import open_mooncake
 from pdrt.data.transport.nixl import open_nixl
 from pdrt.data.transport.promise import Ended, Key, Peer, SlotWrite, Transport, Write
 from pdrt.data.transport.shm import AT_ONCE, ShmTransport
+from pdrt.data.transport.tcp import TcpTransport
+from pdrt.keys import ClusterKey
 from pdrt.messages import KvLayout
 
 LAYOUT = KvLayout(block_size=16, dtype="uint8", layers=8, kv_heads=2, head_dim=8)
 BLOCKS = 64
 SLOTS = 4
 LOCAL = "127.0.0.1"
+CLUSTER = ClusterKey(b"one secret of the whole suite")
 KEY: Key = (7, 1)  # admitted at every target, for all of its memory
 
 Make: TypeAlias = Callable[[HostMemory], Transport]
@@ -60,6 +63,10 @@ def _shm_target(memory: HostMemory) -> Transport:
     return ShmTransport(memory, threads=0)  # it is only written to
 
 
+def _tcp(memory: HostMemory) -> Transport:
+    return TcpTransport(memory, LOCAL, CLUSTER)
+
+
 def _faulty(make: Make, faults: FaultSection | None = None) -> Make:
     return lambda memory: FaultyTransport(make(memory), faults)
 
@@ -69,6 +76,8 @@ MAKERS: dict[str, Maker] = {
     "at once": Maker(_shm(AT_ONCE), _shm_target),
     "faulty": Maker(_faulty(_shm()), _shm_target),
     "delayed": Maker(_faulty(_shm(), FaultSection(delay=0.5, delay_s=0.002)), _shm_target),
+    "tcp": Maker(_tcp),
+    "faulty tcp": Maker(_faulty(_tcp), _tcp),
     "nixl": Maker(lambda memory: open_nixl(TransferSection(), memory, LOCAL), needs="nixl_cu12"),
     "mooncake": Maker(
         lambda memory: open_mooncake(TransferSection(), memory, LOCAL),
