@@ -108,8 +108,8 @@ def _gloo(rank: int, size: int, rendezvous: Path, timeout: timedelta) -> _Group:
         raise ConfigError("[parallel] tp > 1 needs gloo, which this build of torch lacks")
     gloo = dist.ProcessGroupGloo
     options = gloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - no public one in 2.6
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
-    options._timeout = timeout  # noqa: SLF001
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001 - as above
+    options._timeout = timeout  # noqa: SLF001 - as above
     store = dist.FileStore(str(rendezvous), size)  # type: ignore[attr-defined]
     group: _Group = gloo(store, rank, size, options)  # type: ignore[assignment]
     return group

@@ -1,6 +1,6 @@
 """Processes that are the ranks of a tensor-parallel group; torch is imported once for all.
 
-A task is a function of this module or of a test: `task(collective's place, *arguments)`.
+What they run stands here and not in a test, so that they need not import what tests need.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from pdrt.config import NodeConfig
+from pdrt.device import torchrunner  # noqa: F401 - so that it is there before the processes fork
+from pdrt.device.backends import open_runner
 from pdrt.device.batch import ELSEWHERE, Drawn, Runner, SeqStep
 from pdrt.messages import KvLayout
 
 P = ParamSpec("P")
 T = TypeVar("T")
+BLOCK, BLOCKS = 8, 64
 MOST = 4
 _numbers = itertools.count()
 
@@ -63,7 +67,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def opened(folder: Path) -> Iterator[Ranks]:
+def started(folder: Path) -> Iterator[Ranks]:
     with ProcessPoolExecutor(MOST, context(), torch.set_num_threads, (1,)) as pool:
         yield Ranks(pool, folder)
 
@@ -99,12 +103,19 @@ class Replayed:
     pool: bytes
 
 
-def replay(
-    runner: Runner, place: Place, batches: Sequence[Sequence[SeqStep]], blocks: int
+def opened(model: str, rank: int = 0, size: int = 1, dtype: str = "float32") -> Runner:
+    tables = {"model": {"path": model, "dtype": dtype}, "scheduler": {"block_size": BLOCK}}
+    config = NodeConfig.model_validate(tables | {"device": {"threads": 1}})
+    return open_runner(config, lambda _stage, _done, _total: None, rank, size)
+
+
+def as_rank(
+    place: Place, model: str, batches: Sequence[Sequence[SeqStep]], dtype: str = "float32"
 ) -> Replayed:
     """Execute `batches` as this rank; a follower is not told how tokens are drawn."""
-    memory = bytearray(b"\xff" * (blocks * runner.layout.block_bytes))
-    runner.bind(memoryview(memory), blocks)
+    runner = opened(model, place.rank, place.size, dtype)
+    memory = bytearray(b"\xff" * (BLOCKS * runner.layout.block_bytes))
+    runner.bind(memoryview(memory), BLOCKS)
     runner.join(place.rendezvous, timeout_s=20)
     told = batches if place.rank == 0 else [[_untold(step) for step in b] for b in batches]
     drawn = [runner.execute(batch) for batch in told]

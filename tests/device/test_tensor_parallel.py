@@ -10,32 +10,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from pdrt.config import NodeConfig
-from pdrt.device.backends import open_runner
 from pdrt.device.batch import Drawn, Runner, SeqStep
 from pdrt.messages import KvLayout, Sampling
 from tests.device import ranks, tiny
 from tests.device.loop import GREEDY, Loop
-from tests.device.ranks import Place, Ranks, Recorder, Replayed
+from tests.device.ranks import BLOCK, BLOCKS, Ranks, Recorder, as_rank, opened
 
-BLOCK, CHUNK, BLOCKS, TOKENS = 8, 32, 64, 6
+CHUNK, TOKENS = 32, 6
 WARM = Sampling(temperature=0.8, seed=5, top_k=40)
-
-
-def quiet(_stage: str, _done: int, _total: int) -> None:
-    pass
-
-
-def opened(model: str, rank: int = 0, size: int = 1, dtype: str = "float32") -> Runner:
-    tables = {"model": {"path": model, "dtype": dtype}, "scheduler": {"block_size": BLOCK}}
-    config = NodeConfig.model_validate(tables | {"device": {"threads": 1}})
-    return open_runner(config, quiet, rank, size)
-
-
-def as_rank(
-    place: Place, model: str, batches: Sequence[Sequence[SeqStep]], dtype: str = "float32"
-) -> Replayed:
-    return ranks.replay(opened(model, place.rank, place.size, dtype), place, batches, BLOCKS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +27,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks.opened(tmp_path_factory.mktemp("groups")) as found:
+    with ranks.started(tmp_path_factory.mktemp("groups")) as found:
         yield found
 
 
