@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
 
 import typer
 from rich.console import Console
 
 from pdrt import __version__, config
-from pdrt.config import NodeConfig, RouterConfig, SchedulerSection
+from pdrt.config import NodeConfig, RouterConfig, SchedulerSection, TransportName
 from pdrt.errors import ConfigError, PdrtError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ TopP = Annotated[
 
 @app.command(
     epilog="Examples: `pdrt up` · `pdrt up --prefill 2 --decode 2` ·"
+    " `pdrt up --prefill-tp 2 --decode-dp 2 --transport tcp` ·"
     " `pdrt up --hybrid 1 --model ./Qwen3-0.6B`"
 )
 def up(
@@ -73,15 +74,21 @@ def up(
     hybrid: Annotated[
         int | None, typer.Option(min=0, help="Instances with both phases. [default: 0]")
     ] = None,
-    prefill_tp: Annotated[int, typer.Option(min=1, help="Only 1 in this version.")] = 1,
-    decode_tp: Annotated[int, typer.Option(min=1, help="Only 1 in this version.")] = 1,
+    prefill_tp: Annotated[
+        int, typer.Option(min=1, help="Workers that share the model in a prefill instance.")
+    ] = 1,
+    decode_tp: Annotated[
+        int, typer.Option(min=1, help="The same in a decode instance, for each of its dp ranks.")
+    ] = 1,
     decode_dp: Annotated[
         int,
-        typer.Option(min=1, help="Workers of a decode instance, each with requests of its own."),
+        typer.Option(min=1, help="Dp ranks of a decode instance, each with requests of its own."),
     ] = 1,
     model: ModelOption = "",
     dtype: DtypeOption = "",
-    transport: Annotated[str, typer.Option(help="How KV moves: auto or shm.")] = "",
+    transport: Annotated[
+        str, typer.Option(help=f"How KV moves: auto, {', '.join(get_args(TransportName))}.")
+    ] = "",
     chat: Annotated[
         bool, typer.Option("--chat", help="Open a chat; leaving it stops all.")
     ] = False,
@@ -107,7 +114,7 @@ def up(
         decode_tp=decode_tp,
         decode_dp=decode_dp,
         dtype=dtype,
-        transport=transport,
+        transport=defaults.transfer.transport,
     )
     wanted.check()
     wanted = _measured(wanted, defaults)
@@ -407,8 +414,15 @@ def _with_model(settings: NodeConfig) -> NodeConfig:
 
 
 def _measured(wanted: Wanted, defaults: NodeConfig) -> Wanted:
-    """The same with its model's directory and size, and the memory asked for."""
+    """The same with its model's directory and size, and the memory asked for.
+
+    Raises ConfigError for a model that so many workers cannot share.
+    """
+    from pdrt.modelspec import ModelSpec
+
     path, kv_memory = _with_model(defaults).model.path, defaults.scheduler.kv_memory
+    for tp in (wanted.prefill_tp, wanted.decode_tp):
+        ModelSpec.read(path).check_tp(tp)
     return replace(
         wanted,
         model=path,

@@ -21,10 +21,10 @@ import pytest
 from aiohttp import ClientSession
 from rich.console import Console
 
-from pdrt.config import NodeConfig, PortsSection, RouterConfig, check
+from pdrt.config import NodeConfig, PortsSection, Role, RouterConfig, check
 from pdrt.errors import ConfigError, PeerLost, Unavailable
 from pdrt.keys import ClusterKey
-from pdrt.up.layout import Machine, Part, Wanted, child_environment, lay_out
+from pdrt.up.layout import Machine, Part, Shape, Wanted, child_environment, lay_out
 from pdrt.up.place import check_free, free_port, new_key
 from pdrt.up.processes import Child
 from pdrt.up.screen import Loaded, Screen, read_loaded, readable, status_line
@@ -69,6 +69,7 @@ def test_every_instance_has_an_address_of_its_own_and_the_well_known_port() -> N
     [
         Wanted(),
         Wanted(prefill=3, decode=2, decode_dp=2),
+        Wanted(prefill_tp=4, decode_tp=2, decode_dp=2),
         Wanted(prefill=0, decode=0, hybrid=2),
         Wanted(hybrid=1),
         Wanted(model='/a "b" \\c/é', name="m", dtype="float32", transport="shm"),
@@ -80,7 +81,10 @@ def test_what_is_written_can_be_read_and_says_what_was_asked(wanted: Wanted) -> 
         config = check(NodeConfig, tomllib.loads(part.toml()), part.name)
         assert config.model.path == wanted.model
         assert config.parallel.local_ip == part.host
-        assert config.parallel.dp == part.workers
+        parallel = config.parallel
+        shape = wanted.shape(config_role(part))
+        assert (parallel.tp, parallel.dp) == (shape.tp, shape.dp)
+        assert parallel.world_size == parallel.devices_per_node == part.workers
     routes = check(RouterConfig, tomllib.loads(router.toml()), "router")
     assert len(routes.prefill) == wanted.prefill
     assert len(routes.decode) == wanted.decode
@@ -89,11 +93,25 @@ def test_what_is_written_can_be_read_and_says_what_was_asked(wanted: Wanted) -> 
     assert named == {node.url for node in nodes}
 
 
+def config_role(part: Part) -> Role:
+    assert part.role != "router"
+    return part.role
+
+
 def test_the_cores_are_shared_evenly_by_the_workers() -> None:
+    parts = parts_of(Wanted(prefill_tp=2, decode_tp=2, decode_dp=3), cores=16)
+    assert [p.tables["device"]["threads"] for p in parts[:-1]] == [2, 2]
     parts = parts_of(Wanted(prefill=1, decode=1, decode_dp=3), cores=8)
     assert [p.tables["device"]["threads"] for p in parts[:-1]] == [2, 2]
     parts = parts_of(Wanted(prefill=2, decode=2), cores=2)
     assert {p.tables["device"]["threads"] for p in parts[:-1]} == {1}
+
+
+def test_the_ranks_of_a_group_share_a_pool_and_the_weights() -> None:
+    prefill, decode, _ = parts_of(Wanted(prefill_tp=4, decode_tp=2, decode_dp=2, weights=6 * GIB))
+    assert prefill.tables["scheduler"]["kv_memory"] == 6 * GIB // 4
+    assert decode.tables["scheduler"]["kv_memory"] == 6 * GIB // 2
+    parts_of(Wanted(prefill_tp=4, weights=30 * GIB, kv_memory=GIB))  # not four copies of it
 
 
 @pytest.mark.parametrize(
@@ -119,8 +137,8 @@ def test_pools_are_as_large_as_useful_and_together_no_more_than_there_is(
         Wanted(prefill=0, decode=0),
         Wanted(prefill=1, decode=0),
         Wanted(prefill=0, decode=1),
-        Wanted(prefill_tp=2),
-        Wanted(decode_tp=2),
+        Wanted(prefill_tp=3, decode_tp=2),
+        Wanted(prefill=0, decode=0, hybrid=1, decode_dp=2),
         Wanted(prefill=150, decode=150),
         Wanted(kv_memory=60e9),
         Wanted(kv_memory=0.25, weights=30 * GIB),
@@ -213,7 +231,7 @@ def test_last_words_are_shown_as_a_person_reads_them(line: str, shown: str) -> N
 def test_a_node_with_several_workers_has_a_bar_for_each() -> None:
     console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
     (part, *_) = parts_of(Wanted(prefill=0, decode=0, hybrid=1))
-    part = replace(part, workers=2)
+    part = replace(part, shape=Shape(dp=2))
     with Screen(console) as screen:
         screen.starting(part)
         for rank in ("0,0,0", "1,0,0"):
@@ -251,6 +269,7 @@ class Rig:
     )
     pids: list[int] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
+    wanted: Wanted = field(default_factory=Wanted)
 
     def program(self, part: Part, conf: Path) -> list[str]:
         assert tomllib.loads(conf.read_text())
@@ -264,7 +283,7 @@ class Rig:
         startup_s: float = 10.0,
         drain_s: float = 5.0,
     ) -> int:
-        self.parts = lay_out(Wanted(), FREE, self.folder / "key", machine(), free_port)
+        self.parts = lay_out(self.wanted, FREE, self.folder / "key", machine(), free_port)
         key = new_key(self.folder / "key")
         with Screen(self.console) as screen:
             cluster = Cluster(self.parts, self.folder, key, screen, {}, self.program)
@@ -298,8 +317,16 @@ async def leave(_url: str, _asked: Asked) -> None:
 async def test_it_tells_progress_and_readiness_and_ends_everybody(rig: Rig) -> None:
     assert await rig.serve(leave) == 0
     assert "prefill 0: weights" in rig.said
-    assert f"ready: {rig.parts[-1].url}/v1" in rig.said
+    assert f"ready: {rig.parts[-1].url}/v1 (KV moves by auto)" in rig.said
     assert rig.nobody_is_left()
+
+
+async def test_the_ready_lines_say_how_large_an_instance_is_and_how_kv_moves(rig: Rig) -> None:
+    rig.wanted = Wanted(decode_tp=2, decode_dp=2, transport="tcp")
+    assert await rig.serve(leave) == 0
+    assert "/v1 (KV moves by tcp)" in rig.said
+    assert f"prefill 0 at {rig.parts[0].url}, decode 0 at" in rig.said
+    assert f"{rig.parts[1].url} (tp 2, dp 2); logs in" in rig.said
 
 
 async def test_a_signal_drains_and_exits_zero(rig: Rig) -> None:

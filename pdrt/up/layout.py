@@ -33,6 +33,18 @@ class Machine:
     memory: int  # bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An instance's workers."""
+
+    tp: int = 1
+    dp: int = 1
+
+    def __str__(self) -> str:
+        sizes = (("tp", self.tp), ("dp", self.dp))
+        return ", ".join(f"{name} {size}" for name, size in sizes if size > 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What the command line asked for; "" and 0 leave a setting to its default."""
@@ -59,15 +71,35 @@ class Wanted:
                 f"--prefill {self.prefill} --decode {self.decode}: they come together;"
                 " at least one of each, or only --hybrid"
             )
-        for name, size in (("--prefill-tp", self.prefill_tp), ("--decode-tp", self.decode_tp)):
-            if size != 1:
-                raise ConfigError(f"{name} {size}: this version serves tp = 1 only")
+        if not self.prefill and max(self.prefill_tp, self.decode_tp, self.decode_dp) > 1:
+            raise ConfigError("--prefill-tp, --decode-tp and --decode-dp are not for --hybrid")
+        if self.prefill_tp % self.decode_tp and self.decode_tp % self.prefill_tp:
+            raise ConfigError(
+                f"--prefill-tp {self.prefill_tp} --decode-tp {self.decode_tp}:"
+                " one must divide the other"
+            )
         if self.prefill + self.decode + self.hybrid > _MOST_PARTS:
             raise ConfigError(f"more than {_MOST_PARTS} instances on one machine")
 
     @property
     def workers(self) -> int:
+        decode = self.decode * self.decode_dp * self.decode_tp
+        return self.prefill * self.prefill_tp + decode + self.hybrid
+
+    @property
+    def copies(self) -> int:
+        """Of the model: the workers of a tensor-parallel group share one."""
         return self.prefill + self.decode * self.decode_dp + self.hybrid
+
+    def shape(self, role: Role) -> Shape:
+        """Of an instance."""
+        match role:
+            case "prefill":
+                return Shape(self.prefill_tp)
+            case "decode":
+                return Shape(self.decode_tp, self.decode_dp)
+            case "hybrid":
+                return Shape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +110,17 @@ class Part:
     role: Role | Literal["router"]
     host: str
     port: int  # of its HTTP API
-    workers: int
+    shape: Shape
     tables: Tables
     targets: tuple[tuple[Role, str, str], ...] = ()  # router: (role, http, bootstrap)
 
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
+
+    @property
+    def workers(self) -> int:
+        return self.shape.tp * self.shape.dp
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -115,7 +151,7 @@ def lay_out(
         "router",
         ROUTER_HOST,
         port,
-        0,
+        Shape(),
         {
             "security": {"key_file": str(key_file)},
             "ports": {"router": port},
@@ -130,31 +166,38 @@ def _nodes(
     wanted: Wanted, ports: PortsSection, key_file: Path, machine: Machine, free_port: FreePort
 ) -> Iterator[Part]:
     at = 1
-    counts: tuple[tuple[Role, int, int], ...] = (
-        ("prefill", wanted.prefill, 1),
-        ("decode", wanted.decode, wanted.decode_dp),
-        ("hybrid", wanted.hybrid, 1),
+    counts: tuple[tuple[Role, int], ...] = (
+        ("prefill", wanted.prefill),
+        ("decode", wanted.decode),
+        ("hybrid", wanted.hybrid),
     )
-    for role, count, dp in counts:
+    for role, count in counts:
+        shape = wanted.shape(role)
         for number in range(count):
             at += 1
             host = f"127.0.0.{at}"
             port = {"prefill": ports.prefill, "decode": ports.decode, "hybrid": ports.hybrid}[role]
             port = port or free_port(host)
-            tables = _node_tables(wanted, dp, machine, key_file)
+            tables = _node_tables(wanted, shape, machine, key_file)
             tables["parallel"]["local_ip"] = host
             tables["ports"] = {role: port}
             if role == "prefill":
                 tables["ports"]["bootstrap"] = ports.bootstrap or free_port(host)
-            yield Part(f"{role} {number}", role, host, port, dp, tables)
+            yield Part(f"{role} {number}", role, host, port, shape, tables)
 
 
-def _node_tables(wanted: Wanted, dp: int, machine: Machine, key_file: Path) -> Tables:
+def _node_tables(wanted: Wanted, shape: Shape, machine: Machine, key_file: Path) -> Tables:
+    workers = shape.tp * shape.dp
     tables: Tables = {
         "model": {"path": wanted.model},
         "device": {"threads": max(1, machine.cores // wanted.workers)},
-        "parallel": {"world_size": dp, "dp": dp, "devices_per_node": dp},
-        "scheduler": {"kv_memory": wanted.kv_memory or _pool_bytes(wanted, machine)},
+        "parallel": {
+            "world_size": workers,
+            "tp": shape.tp,
+            "dp": shape.dp,
+            "devices_per_node": workers,
+        },
+        "scheduler": {"kv_memory": wanted.kv_memory or _pool_bytes(wanted, shape, machine)},
         "security": {"key_file": str(key_file)},
         "log": {"format": "json"},
     }
@@ -171,7 +214,7 @@ def _check_memory(wanted: Wanted, machine: Machine) -> None:
     """Raises ConfigError for pools that the machine would run out of memory over."""
     asked = wanted.kv_memory
     pool = asked * machine.memory if asked <= 1 else asked
-    need = wanted.workers * (pool + wanted.weights)
+    need = wanted.workers * pool + wanted.copies * wanted.weights
     if asked and need > machine.memory:
         raise ConfigError(
             f"[scheduler] kv_memory = {asked:g}: {wanted.workers} worker(s) would take"
@@ -180,10 +223,13 @@ def _check_memory(wanted: Wanted, machine: Machine) -> None:
         )
 
 
-def _pool_bytes(wanted: Wanted, machine: Machine) -> int:
-    """As much as the weights take, at least a gibibyte, and no more than a fair share."""
-    share = int(_MOST_OF_MEMORY * machine.memory) // wanted.workers
-    return min(max(_USUAL_POOL, wanted.weights), share)
+def _pool_bytes(wanted: Wanted, shape: Shape, machine: Machine) -> int:
+    """As much as the weights take, at least a gibibyte, and no more than a fair share.
+
+    Each rank of a tensor-parallel group has a part of every block: together they have one pool.
+    """
+    share = int(_MOST_OF_MEMORY * machine.memory) // wanted.copies
+    return min(max(_USUAL_POOL, wanted.weights), share) // shape.tp
 
 
 def _bootstrap(node: Part) -> str:

@@ -166,8 +166,8 @@ class Cluster:
         for part in self._parts:
             self._screen.is_ready(part)
         self._screen.rest()
-        nodes = ", ".join(f"{part.name} at {part.url}" for part in self._parts[:-1])
-        self._screen.say(f"ready: {self._router.url}/v1", "bold green")
+        nodes = ", ".join(map(_described, self._parts[:-1]))
+        self._screen.say(f"ready: {self._router.url}/v1{_way(self._parts)}", "bold green")
         self._screen.say(f"{nodes}; logs in {self._folder}", "dim")
 
     async def _watch(self, asked: Asked) -> None:
@@ -236,6 +236,17 @@ class Cluster:
 
     def _session(self) -> ClientSession:
         return ClientSession(headers=self._headers, timeout=ClientTimeout(total=_ASK_S))
+
+
+def _described(part: Part) -> str:
+    shape = f" ({part.shape})" if str(part.shape) else ""
+    return f"{part.name} at {part.url}{shape}"
+
+
+def _way(parts: Sequence[Part]) -> str:
+    """How KV moves, where it does."""
+    transfers = [part.tables.get("transfer", {}) for part in parts if part.role == "prefill"]
+    return f" (KV moves by {transfers[0].get('transport', 'auto')})" if transfers else ""
 
 
 async def _is_ready(session: ClientSession, url: str) -> bool:
