@@ -59,9 +59,17 @@ async def test_groups_answer_as_one_rank_does_with_and_without_a_transfer(
     await cluster.until_baseline()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("tp", [1, 0])
-@pytest.mark.parametrize("name", ["decode0", "prefill0"])
+@pytest.mark.parametrize(
+    ("name", "tp", "how"),
+    [
+        ("decode0", 1, signal.SIGKILL),
+        pytest.param("decode0", 0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("prefill0", 1, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("prefill0", 0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("decode0", 1, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("prefill0", 1, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
 async def test_a_rank_that_dies_or_stands_still_costs_its_group_once(
     cluster: Cluster, name: str, tp: int, how: signal.Signals
 ) -> None:
