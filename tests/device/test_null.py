@@ -40,7 +40,7 @@ def test_the_first_token_depends_on_the_last_of_the_prompt() -> None:
     assert len(first) > 100
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(1, 40), st.data())
 def test_a_flipped_bit_in_any_used_byte_changes_the_next_token(
     length: int, data: st.DataObject

@@ -69,7 +69,7 @@ def reference_cut(probabilities: Floats, s: Sampling) -> Floats:
     return p
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     rounded=st.booleans(),
@@ -121,7 +121,7 @@ def test_what_can_be_drawn_is_what_transformers_would_keep(s: Sampling) -> None:
     torch.testing.assert_close(mine / mine.sum(), want)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(draws(), min_size=2, max_size=5), st.integers(0, 1000), st.booleans())
 def test_a_row_draws_the_same_alone_and_in_any_batch(
     requests: list[Draw], seed: int, rounded: bool
