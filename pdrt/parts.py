@@ -17,6 +17,7 @@ from pdrt.data.manager import KVTransferManager, TransferStats
 from pdrt.data.memory import PoolMemory
 from pdrt.data.process import this_process
 from pdrt.data.transport.choose import open_transport
+from pdrt.data.transport.memfabric import Store
 from pdrt.device.batch import Runner
 from pdrt.sched.base import Scheduler
 from pdrt.sched.decode import DecodeDisaggScheduler
@@ -89,7 +90,9 @@ def transfers(
         rank=spec.rank,
         layout=memory.layout,
         memory=memory,
-        transport=open_transport(spec.config.transfer, memory, spec.disagg.local_ip, spec.key),
+        transport=open_transport(
+            spec.config.transfer, memory, spec.disagg.local_ip, spec.key, _store(spec)
+        ),
         key=spec.key,
         local_ip=spec.disagg.local_ip,
         timeouts=spec.config.timeouts,
@@ -100,6 +103,17 @@ def transfers(
         wall=time.time,
         tp=spec.config.parallel.tp,
         checksums=spec.config.transfer.checksums,
+    )
+
+
+def _store(spec: WorkerSpec) -> Store:
+    """Where memfabric's processes find each other; one rank of all makes it."""
+    rank, parallel = spec.rank, spec.config.parallel
+    return Store(
+        url=spec.disagg.store_url,
+        is_creator=spec.disagg.is_store_creator_node and rank == messages.Rank(),
+        role=spec.role,
+        device=(rank.dp * parallel.cp + rank.cp) * parallel.tp + rank.tp,
     )
 
 

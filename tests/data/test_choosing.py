@@ -71,20 +71,25 @@ async def test_each_refusal_is_logged_with_its_reason_before_the_next_is_tried()
 
 
 @pytest.mark.parametrize(
-    ("there", "reason"),
+    ("there", "says"),
     [
-        (peer("shm", "tcp", is_here=False), "shm: another host"),
-        (peer("tcp", is_here=False), "tcp: connection refused"),
-        (peer("nixl"), "tcp: not offered there"),
-        (peer(), "shm: not offered there"),
+        (
+            peer("shm", "tcp", is_here=False),
+            "no transport reaches d, which offers shm, tcp: shm: an",
+        ),
+        (peer("tcp"), "shm: not offered there; tcp: connection refused"),
+        (
+            peer("shm", is_here=False),
+            "shm: another host, or another container of this one; tcp: not",
+        ),
+        (peer("nixl"), "d offers nixl, not shm/tcp"),
+        (peer(), "d offers no transport, not shm/tcp"),
     ],
 )
-async def test_when_nothing_fits_both_sides_are_named(there: Peer, reason: str) -> None:
+async def test_when_nothing_fits_both_sides_are_named(there: Peer, says: str) -> None:
     choosing = Choosing([Scripted("shm"), Scripted("tcp", refuses="connection refused")])
-    with pytest.raises(TransferFailed, match="no transport reaches d") as refused:
+    with pytest.raises(TransferFailed, match=says):
         await choosing.attach(there)
-    for name in (", ".join(there.region.offers) or "none", "shm: ", "tcp: ", reason):
-        assert name in str(refused.value)
     await choosing.close()
 
 

@@ -20,6 +20,7 @@ from _pytest.mark import ParameterSet
 from pdrt.config import FaultSection, TransferSection
 from pdrt.data.memory import HostMemory, PoolMemory
 from pdrt.data.process import this_process
+from pdrt.data.transport.choosing import Choosing
 from pdrt.data.transport.faulty import FaultyTransport
 from pdrt.data.transport.mooncake import open_mooncake
 from pdrt.data.transport.nixl import open_nixl
@@ -78,6 +79,7 @@ MAKERS: dict[str, Maker] = {
     "delayed": Maker(_faulty(_shm(), FaultSection(delay=0.5, delay_s=0.002)), _shm_target),
     "tcp": Maker(_tcp),
     "faulty tcp": Maker(_faulty(_tcp), _tcp),
+    "auto": Maker(lambda memory: Choosing([_shm()(memory), _tcp(memory)])),
     "nixl": Maker(lambda memory: open_nixl(TransferSection(), memory, LOCAL), needs="nixl_cu12"),
     "mooncake": Maker(
         lambda memory: open_mooncake(TransferSection(), memory, LOCAL),

@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator
 
-from pdrt.config import TransferSection, TransportName
+from pdrt.config import TransferSection
 from pdrt.data.installed import wanted
 from pdrt.data.memory import PoolMemory
 from pdrt.data.transport.choosing import Choosing
 from pdrt.data.transport.faulty import FaultyTransport
+from pdrt.data.transport.memfabric import Store, open_memfabric
 from pdrt.data.transport.mooncake import open_mooncake
 from pdrt.data.transport.nixl import open_nixl
 from pdrt.data.transport.promise import Transport
 from pdrt.data.transport.shm import ShmTransport
+from pdrt.data.transport.tcp import TcpTransport
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
 
-_BUILT: Final[tuple[str, ...]] = ("shm", "nixl", "mooncake")
-
 
 def open_transport(
-    config: TransferSection, memory: PoolMemory, local_ip: str, key: ClusterKey
-) -> Transport:
-    """To be called on the running loop. Raises ConfigError: whatever is named must work."""
-    inner = [
-        _open(name, config, memory, local_ip, key)
-        for name in wanted(config)
-        if name in _BUILT or config.transport == name
-    ]
-    transport = inner[0] if len(inner) == 1 else Choosing(inner)
-    return FaultyTransport(transport, config.faults) if config.faults else transport
-
-
-def _open(
-    name: TransportName,
     config: TransferSection,
     memory: PoolMemory,
     local_ip: str,
     key: ClusterKey,
+    store: Store | None = None,
 ) -> Transport:
-    match name:
-        case "shm":
-            return ShmTransport(memory, config.threads)
-        case "nixl":
-            return open_nixl(config, memory, local_ip)
-        case "mooncake":
-            return open_mooncake(config, memory, local_ip)
-        case _:
-            raise ConfigError(f"[transfer] transport = {name!r} is not part of this version")
+    """To be called on the running loop. Raises ConfigError: whatever is named must work.
+
+    `store`: where the processes of a memfabric cluster find each other.
+    """
+    inner = list(_open(config, memory, local_ip, key, store))
+    transport = inner[0] if len(inner) == 1 else Choosing(inner)
+    _ = transport.offers  # what cannot listen says so now
+    return FaultyTransport(transport, config.faults) if config.faults else transport
+
+
+def _open(
+    config: TransferSection,
+    memory: PoolMemory,
+    local_ip: str,
+    key: ClusterKey,
+    store: Store | None,
+) -> Iterator[Transport]:
+    for name in wanted(config):
+        match name:
+            case "shm":
+                yield ShmTransport(memory, config.threads)
+            case "tcp":
+                yield TcpTransport(memory, local_ip, key, config.stripes)
+            case "nixl":
+                yield open_nixl(config, memory, local_ip)
+            case "mooncake":
+                yield open_mooncake(config, memory, local_ip)
+            case "memfabric":
+                if store is None:
+                    raise ConfigError("[transfer] transport memfabric: no store is named")
+                yield open_memfabric(config, memory, local_ip, store)

@@ -43,6 +43,9 @@ class Choosing:
     async def attach(self, peer: Peer) -> None:
         if peer.name in self._ways:
             return
+        offers = ", ".join(peer.region.offers) or "no transport"
+        if not self._inner.keys() & peer.region.offers:
+            raise TransferFailed(f"{peer.name} offers {offers}, not {self.name}")
         refusals: list[str] = []
         for name, transport in self._inner.items():
             if reason := _why_not(name, peer):
@@ -51,14 +54,15 @@ class Choosing:
             try:
                 await transport.attach(peer)
             except PdrtError as error:
-                _log.warning("transport_refused", transport=name, peer=peer.name, reason=str(error))
+                _log.warning(
+                    "transport_refused", transport=name, peer=peer.name, reason=str(error)
+                )
                 refusals.append(f"{name}: {error}")
             else:
                 self._ways[peer.name] = transport
                 return
         raise TransferFailed(
-            f"no transport reaches {peer.name}, which offers"
-            f" {', '.join(peer.region.offers) or 'none'}; here {'; '.join(refusals)}"
+            f"no transport reaches {peer.name}, which offers {offers}: {'; '.join(refusals)}"
         )
 
     def detach(self, peer: str) -> None:
