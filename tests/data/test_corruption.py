@@ -220,7 +220,7 @@ async def stop(pair: Pair) -> None:
     await pair.p.stop()
 
 
-@pytest.fixture(params=["shm"])
+@pytest.fixture(params=["shm", "tcp"])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     pair = await new_pair(request.param)
     yield pair

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from pdrt.data.checksums import Corrupt
 from pdrt.data.events import Quiet, Received, ReceiveFailed, ReceiverReady, SenderReady
 from pdrt.data.limits import Limits
 from pdrt.data.transfer import TERMINAL, Key, Receiver, Sender, State
@@ -22,8 +23,9 @@ TOKENS: Final = 12  # three blocks of four
 class World:
     """What may happen next; each method takes two numbers that say to whom and how."""
 
-    def __init__(self) -> None:
-        self.rig = Rig(blocks=24, limits=Limits(rooms_per_peer=3, outcomes=6))
+    def __init__(self, checksums: bool) -> None:
+        limits = Limits(rooms_per_peer=3, outcomes=6)
+        self.rig = Rig(blocks=24, limits=limits, checksums=checksums)
         self.next_room = 1
         self.computed: dict[Key, int] = {}  # attempt -> blocks that prefill has sent
         self.late: list[Key] = []  # prefill legs that are still on their way
@@ -141,6 +143,13 @@ class World:
     def decode_looks_at_its_slots(self, _a: int, _b: int) -> None:
         self.rig.scan()
 
+    def blocks_are_verified(self, pick: int, bad: int) -> None:
+        if verifying := self.rig.ds[0].verifying:
+            record = verifying.pop(pick % len(verifying)).record
+            corrupt = Corrupt(1, 0, 0, 0) if bad == 5 else None
+            self.rig.d.verified(record, corrupt, self.rig.now)
+            self.rig.settle()
+
     # Time and death.
 
     def time_passes(self, steps: int, _b: int) -> None:
@@ -168,6 +177,8 @@ class World:
             self.prefill_computes(0, 2)
             self.rig.land_all()
             self.rig.scan()
+            while self.rig.ds[0].verifying:
+                self.blocks_are_verified(0, 0)
             self.decode_finishes(0, 0)
             self.rig.pass_time(2.0)
         self.rig.flow()
@@ -193,6 +204,7 @@ WEIGHTS: Final[dict[Act, int]] = {
     World.write_ends: 6,
     World.all_writes_end_well: 6,
     World.decode_looks_at_its_slots: 5,
+    World.blocks_are_verified: 3,
     World.time_passes: 2,
     World.silence: 1,
     World.prefill_dies: 1,
@@ -208,9 +220,9 @@ class TwoPeers(RuleBasedStateMachine):
     run without its rarest step would never see a transfer.
     """
 
-    @initialize()
-    def start(self) -> None:
-        self.world = World()
+    @initialize(checksums=st.booleans())
+    def start(self, checksums: bool) -> None:
+        self.world = World(checksums)
         self.rig = self.world.rig
         self.over: dict[int, tuple[Sender | Receiver, State]] = {}
 
