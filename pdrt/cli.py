@@ -7,7 +7,6 @@ a router never loads torch. Exit status: 0 well, 1 it failed, 2 the command or a
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -461,8 +460,10 @@ def _with_key(settings: C, is_local: bool) -> C:
         raise ConfigError(f"{error}; {advice}") from error
     if not is_local or has_key:
         return settings
+    from pdrt.userkey import make_key
+
     file = config.user_key_file()
-    _make_key(file)
+    make_key(file)
     security = settings.security.model_copy(update={"key_file": str(file)})
     return settings.model_copy(update={"security": security})
 
@@ -481,25 +482,6 @@ def _bench_key(address: str, option: str) -> ClusterKey:
             " 32`"
         )
     return key
-
-
-def _make_key(file: Path) -> None:
-    """Written whole under another name first: who comes second finds it or makes the same link."""
-    if file.exists():
-        return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fresh = file.with_name(f".key-{secrets.token_hex(8)}")
-        fresh.touch(mode=0o600)
-        fresh.write_text(secrets.token_hex(32) + "\n")
-        try:
-            os.link(fresh, file)
-        except FileExistsError:
-            return
-        finally:
-            fresh.unlink()
-    except OSError as error:
-        raise ConfigError(f"the key file {file} cannot be made: {error}") from error
 
 
 def _targets(text: str) -> list[dict[str, str]]:

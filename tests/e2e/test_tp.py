@@ -1,4 +1,4 @@
-"""Tensor-parallel groups on both sides: one rank's answers, and one death ends and heals a group."""
+"""Tensor-parallel groups answer as one rank does; a death ends a group, and it comes back."""
 
 from __future__ import annotations
 
