@@ -39,6 +39,8 @@ class Shape:
     writers: int = 1
 
     def layout(self, tp: int) -> KvLayout:
+        if self == Shape():
+            return LAYOUT
         kv_heads = len(heads_of(0, tp, self.heads))
         return replace(LAYOUT, kv_heads=kv_heads, total_kv_heads=self.heads)
 
@@ -75,35 +77,25 @@ def attach(
     )
 
 
-def prefill_process(tp: int, life: int) -> Process:
-    return process(100 + LIVES * tp + life)
-
-
-def new_senders(life: int = 0, limits: Limits = LIMITS, shape: Shape = ONE, tp: int = 0) -> Senders:
-    """A prefill rank's desk in its life number `life`."""
-    layout = shape.layout(shape.prefill_tp) if shape != ONE else LAYOUT
-    who = prefill_process(tp, life)
-    me = Sending(Rank(tp=tp), who, layout, 0, "shm", KEY, tp=shape.prefill_tp)
-    return Senders(me, limits, PATIENCE)
-
-
-def address(tp: int, life: int) -> RankAddress:
+def address(tp: int, life: int, host: str = "here") -> RankAddress:
+    """Of a prefill rank in its life number `life`."""
+    number = LIVES * tp + life
     return RankAddress(
         rank_ip="127.0.0.1",
-        rank_port=6000 + LIVES * tp + life,
-        process=prefill_process(tp, life),
+        rank_port=6000 + number,
+        process=process(100 + number, host),
         instance_epoch=life,
     )
 
 
-def route(life: int = 0, fingerprint: KvLayout = LAYOUT, tp: int = 1) -> Route:
-    return route_to({f"0,0,{rank}": address(0, life) for rank in range(tp)}, fingerprint)
+def route(life: int = 0, fingerprint: KvLayout = LAYOUT) -> Route:
+    return route_to({"0,0,0": address(0, life)}, fingerprint)
 
 
-def route_to(ranks: dict[str, RankAddress], fingerprint: KvLayout = LAYOUT) -> Route:
+def route_to(ranks: dict[str, RankAddress], fingerprint: KvLayout, cp: int = 1) -> Route:
     return Route(
-        attn_tp_size=len(ranks),
-        attn_cp_size=1,
+        attn_tp_size=len(ranks) // cp,
+        attn_cp_size=cp,
         dp_size=1,
         block_size=fingerprint.block_size,
         kv_cache_dtype=fingerprint.dtype,
@@ -138,6 +130,8 @@ class PrefillRank:
     tp: int
     limits: Limits
     way: str = "shm"  # what it writes through
+    host: str = "here"
+    cp: int = 1  # more: the ranks are context-parallel ones, each of tp = 1
     life: int = 0
     is_alive: bool = True
     inbox: list[bytes] = field(default_factory=list)
@@ -150,20 +144,26 @@ class PrefillRank:
         self.begin()
 
     def begin(self) -> None:
-        self.desk = new_senders(self.life, self.limits, self.shape, self.tp)
+        tp = 1 if self.cp > 1 else self.shape.prefill_tp
+        me = Sending(self.rank, self.address.process, self.layout, 0, self.way, KEY, tp=tp)
+        self.desk = Senders(me, self.limits, PATIENCE)
         self.is_alive = True
 
     @property
-    def layout(self) -> KvLayout:
-        return self.shape.layout(self.shape.prefill_tp) if self.shape != ONE else LAYOUT
+    def rank(self) -> Rank:
+        return Rank(cp=self.tp) if self.cp > 1 else Rank(tp=self.tp)
 
     @property
-    def process(self) -> Process:
-        return prefill_process(self.tp, self.life)
+    def layout(self) -> KvLayout:
+        return self.shape.layout(self.shape.prefill_tp)
+
+    @property
+    def address(self) -> RankAddress:
+        return address(self.tp, self.life, self.host)
 
     @property
     def port(self) -> int:
-        return address(self.tp, self.life).rank_port
+        return self.address.rank_port
 
     def die(self) -> None:
         self.is_alive = False
@@ -187,7 +187,7 @@ class DecodeRank:
 
     def begin(self) -> None:
         """A new life with new memory."""
-        layout = self.shape.layout(self.shape.decode_tp) if self.shape != ONE else LAYOUT
+        layout = self.shape.layout(self.shape.decode_tp)
         session = f"d{self.tp + 10 * self.life}"
         plain = attach(layout, session, self.blocks, self.shape, self.tp)
         self.attach = replace(plain, checksums=self.checksums)

@@ -31,7 +31,7 @@ from pdrt.data.receivers import Receivers
 from pdrt.data.senders import Senders
 from pdrt.data.transfer import Key, Receiver, Sender
 from pdrt.data.transport.promise import Ended, Write
-from pdrt.messages import FROM_DECODE, FROM_PREFILL, Problem, decode
+from pdrt.messages import FROM_DECODE, FROM_PREFILL, Problem, Route, decode
 from tests.data.ranks import (
     KEY,
     LAYOUT,
@@ -41,7 +41,6 @@ from tests.data.ranks import (
     DecodeRank,
     PrefillRank,
     Shape,
-    address,
     attach,
     process,
     route,
@@ -77,13 +76,17 @@ class Rig:
         blocks: int = 32,
         limits: Limits = LIMITS,
         shape: Shape = ONE,
-        ways: tuple[str, ...] = ("shm",),
+        ways: tuple[str, ...] = ("shm",),  # the prefill ranks' in turn
         checksums: bool = False,
+        cp: int = 1,
     ) -> None:
+        """With cp > 1 the `prefill_tp` ranks are so many context-parallel ones of tp = 1."""
+        self.cp = cp
         self.now = 0.0
         self.shape = shape
         self.ps = [
-            PrefillRank(shape, tp, limits, ways[tp % len(ways)]) for tp in range(shape.prefill_tp)
+            PrefillRank(shape, tp, limits, ways[tp % len(ways)], cp=cp)
+            for tp in range(shape.prefill_tp)
         ]
         self.ds = [
             DecodeRank(shape, tp, limits, blocks, checksums) for tp in range(shape.decode_tp)
@@ -206,10 +209,13 @@ class Rig:
     def answer_route(self, d: DecodeRank | None = None) -> None:
         d = d or self.ds[0]
         wish = d.wishes.pop(0)
-        ranks = {f"0,0,{p.tp}": address(p.tp, p.life) for p in self.ps}
-        found = route_to(ranks, self.ps[0].layout)
-        d.desk.resolved((wish.room, wish.attempt), found, self.now)
+        d.desk.resolved((wish.room, wish.attempt), self.d_route(), self.now)
         self.settle()
+
+    def d_route(self) -> Route:
+        """What the bootstrap server says."""
+        ranks = {str(p.rank): p.address for p in self.ps}
+        return route_to(ranks, self.ps[0].layout, self.cp)
 
     def land(self, write: Flown) -> None:
         """The bytes arrive: every one of them where it still belongs, or not at all."""
@@ -276,7 +282,7 @@ class Rig:
         """And now it has; a new process takes its place at another port."""
         p = p or self.ps[0]
         for d in self.ds:
-            d.desk.died(p.process, self.now)
+            d.desk.died(p.address.process, self.now)
         p.life += 1
         p.begin()
         self.settle()
