@@ -219,6 +219,8 @@ class EngineTransport:
             return f"{write.peer} is not attached"
         if not fits(write, self._memory.size, lane.size):
             return "a run lies outside the memory"
+        if write.slot and len(write.slot.data) > SLOT_BYTES:
+            return f"a slot has at most {SLOT_BYTES} bytes, not {len(write.slot.data)}"
         return None
 
     def _open(self, peer: str, link: Link, life: Life, offer: Offer) -> None:

@@ -140,12 +140,12 @@ def open_mooncake(
     config: TransferSection,
     memory: HostMemory,
     local_ip: str,
-    library: Callable[[], Library] | None = None,
+    make: Callable[[], Library] | None = None,
 ) -> EngineTransport:
     """Peers reach us at `local_ip`. Raises ConfigError, naming the setting and the cure."""
-    _check_device(config)
+    check_device(config, sorted(entry.name for entry in _RDMA.iterdir()) if _RDMA.is_dir() else [])
     set_default("MC_LOG_LEVEL", "ERROR")  # read when it is imported
-    make = library or _library()
+    make = make or library()
     with setting("MC_FORCE_TCP", "1" if config.mooncake_protocol == "tcp" else ""):
         engine = make()
         status = engine.initialize(local_ip, "P2PHANDSHAKE", config.mooncake_protocol, config.nic)
@@ -157,20 +157,25 @@ def open_mooncake(
     return EngineTransport(memory, MooncakeEngine(engine, local_ip))
 
 
-def _library() -> Callable[[], Library]:
+def library(module: str = "mooncake.engine") -> Callable[[], Library]:
+    """Raises ConfigError when it cannot be imported."""
     try:
-        engine: Callable[[], Library] = import_module("mooncake.engine").TransferEngine
+        engine: Callable[[], Library] = import_module(module).TransferEngine
     except ImportError as error:
-        cure = "pip install 'pdrt[mooncake]'"
-        if "libibverbs" in str(error) or "libnuma" in str(error):
-            cure = "apt-get install libibverbs1 libnuma1"
         raise ConfigError(
-            f"[transfer] transport mooncake is not installed ({error}): {cure}"
+            f"[transfer] transport mooncake is not installed ({error}): {cure(error)}"
         ) from error
     return engine
 
 
-def _check_device(config: TransferSection) -> None:
+def cure(error: ImportError) -> str:
+    """The command that brings what is missing."""
+    if "libibverbs" in str(error) or "libnuma" in str(error):
+        return "apt-get install libibverbs1 libnuma1"
+    return "pip install 'pdrt[mooncake]'"
+
+
+def check_device(config: TransferSection, known: list[str]) -> None:
     """The engine takes TCP in silence when it finds no RDMA device of that name."""
     if config.mooncake_protocol == "tcp":
         if config.nic:
@@ -179,7 +184,6 @@ def _check_device(config: TransferSection) -> None:
                 " which uses local_ip: leave it empty"
             )
         return
-    known = sorted(entry.name for entry in _RDMA.iterdir()) if _RDMA.is_dir() else []
     wanted = [name.strip() for name in config.nic.split(",") if name.strip()]
     if not known:
         raise ConfigError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +31,7 @@ from pdrt.errors import ConfigError
 
 MOST_RUNS: Final = 8192
 POLL_US: Final = 10_000  # how long the progress thread sleeps if UCX should forget to wake it
-_BINDINGS: Final = ("nixl_cu12._bindings", "nixl_cu13._bindings", "nixl._bindings")
+BINDINGS: Final = ("nixl_cu12._bindings", "nixl_cu13._bindings", "nixl._bindings")
 _DEVICES: Final = (Path("/sys/class/net"), Path("/sys/class/infiniband"))
 
 Descriptors = npt.NDArray[np.uint64]  # rows of (address, length, device)
@@ -255,9 +255,14 @@ class BoundAgent:
             raise EngineError(str(error) or repr(error)) from error
 
 
-def open_nixl(config: TransferSection, memory: HostMemory, _local_ip: str) -> EngineTransport:
+def open_nixl(
+    config: TransferSection,
+    memory: HostMemory,
+    _local_ip: str,
+    bindings: Sequence[str] = BINDINGS,
+) -> EngineTransport:
     """NIXL finds its own addresses. Raises ConfigError, naming the setting and the cure."""
-    library = _library()
+    library = _library(bindings)
     _check_nic(config)
     set_default("NIXL_LOG_LEVEL", "FATAL")  # what goes wrong is raised too
     set_default("UCX_LOG_LEVEL", "fatal")
@@ -273,9 +278,9 @@ def open_nixl(config: TransferSection, memory: HostMemory, _local_ip: str) -> En
         raise
 
 
-def _library() -> ModuleType:
+def _library(bindings: Sequence[str]) -> ModuleType:
     problems = list[str]()
-    for name in _BINDINGS:
+    for name in bindings:
         try:
             return import_module(name)
         except ImportError as error:
