@@ -24,6 +24,7 @@ from pdrt.data.process import this_process
 from pdrt.data.transfer import State
 from pdrt.data.transport.faulty import Fault
 from tests.data.managers import HASH, LAYOUT, SOURCE, Side, record, route_to, side
+from tests.data.ranks import Shape
 from tests.data.rig import Rig
 from tests.data.rig import record as slot_record
 
@@ -155,6 +156,37 @@ def test_what_is_found_of_an_earlier_transfer_is_not_taken_for_this_ones(
     rig.d.verified(late.record, None, rig.now)
     rig.settle()
     assert not rig.has(Received, A)
+
+
+@pytest.mark.parametrize(
+    ("shape", "head", "writer"),
+    [
+        (Shape(2, 1, heads=2, writers=2), 0, "0,0,0"),
+        (Shape(2, 1, heads=2, writers=2), 1, "0,0,1"),
+        (Shape(4, 1, heads=8, writers=4), 5, "0,0,2"),
+        (Shape(4, 1, heads=2, writers=4), 1, "0,0,3"),  # replicas: by room 1, ranks 1 and 3 write
+        (Shape(1, 2, heads=4), 1, "0,0,0"),
+    ],
+)
+def test_of_several_writers_the_one_is_named_that_wrote_the_head(
+    shape: Shape, head: int, writer: str
+) -> None:
+    rig = Rig(shape=shape, checksums=True)
+    rig.open(A)
+    rig.expect(A)
+    rig.flow()
+    rig.admit(A)
+    rig.flow()
+    rig.send_all(A)
+    rig.land_all()
+    rig.land_all()
+    rig.flow()
+    rig.scan()
+    decode = rig.ds[0]
+    decode.desk.verified(decode.verifying[0].record, Corrupt(1, 0, 7, head), rig.now)
+    rig.settle()
+    failed = next(event for event in rig.heard if isinstance(event, ReceiveFailed))
+    assert f"kv head {head} from prefill rank {writer};" in failed.problem.message
 
 
 # Over real transports.

@@ -1,7 +1,8 @@
 """Each transport between real processes: right answers, a death in mid-transfer, damage found.
 
-One decode node offers all transports; each prefill node has one of them, and one damages half
-of what it sends. A request that names a prefill's bootstrap server is computed there.
+One decode node offers all transports; each prefill node has one of them, and one (over shm, as
+all other modules here) damages half of what it sends. A request that names a prefill's bootstrap
+server is computed there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
 from typing import Final
 
@@ -26,7 +27,7 @@ SETTINGS: Final[Tables] = {
     "scheduler": {"max_prefill_tokens": 32, "kv_memory": 1 << 20},
 }
 PACKAGES: Final[dict[TransportName, str]] = {
-    "shm": "pdrt",
+    "tcp": "pdrt",
     "nixl": "nixl_cu12",
     "mooncake": "mooncake",
 }
@@ -40,8 +41,7 @@ TYPED: Final = {"peer_lost", "no_prefill", "unavailable", "transfer_failed"}
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    network = [name for name in HERE if name != "shm"]
-    offers: Tables = {"transfer": {"checksums": True, "network": network}}
+    offers: Tables = {"transfer": {"checksums": True, "network": HERE}}
     cluster = Cluster.make(
         tmp_path_factory.mktemp("transports"),
         len(HERE) + 1,
@@ -56,6 +56,21 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster.start()
     yield cluster
     cluster.stop()
+
+
+@pytest.fixture
+async def cluster(started: Cluster) -> AsyncIterator[Cluster]:
+    async with started.session() as ready:
+
+        async def knows_all() -> bool:
+            assert ready.http is not None
+            async with ready.http.get(f"{ready.url}/metrics") as response:
+                lines = (await response.text()).splitlines()
+            up = [line for line in lines if line.startswith("pdrt_router_instance_up{")]
+            return [line.split()[-1] for line in up] == ["1.0"] * len(ready.nodes)
+
+        await ready.until(knows_all, "the router knows that all are there", 20)
+        yield ready
 
 
 @pytest.fixture(params=PACKAGES)
