@@ -22,6 +22,7 @@ from pdrt.data.memory import HostMemory, PoolMemory
 from pdrt.data.process import this_process
 from pdrt.data.transport.choosing import Choosing
 from pdrt.data.transport.faulty import FaultyTransport
+from pdrt.data.transport.memfabric import Store, open_memfabric
 from pdrt.data.transport.mooncake import open_mooncake
 from pdrt.data.transport.nixl import open_nixl
 from pdrt.data.transport.promise import Ended, Key, Peer, SlotWrite, Transport, Write
@@ -29,6 +30,7 @@ from pdrt.data.transport.shm import AT_ONCE, ShmTransport
 from pdrt.data.transport.tcp import TcpTransport
 from pdrt.keys import ClusterKey
 from pdrt.messages import KvLayout
+from tests.data.memfabric import StandIn
 
 LAYOUT = KvLayout(block_size=16, dtype="uint8", layers=8, kv_heads=2, head_dim=8)
 BLOCKS = 64
@@ -68,6 +70,10 @@ def _tcp(memory: HostMemory) -> Transport:
     return TcpTransport(memory, LOCAL, CLUSTER)
 
 
+def _memfabric(memory: HostMemory) -> Transport:
+    return open_memfabric(TransferSection(), memory, LOCAL, Store("tcp://", True), StandIn())
+
+
 def _faulty(make: Make, faults: FaultSection | None = None) -> Make:
     return lambda memory: FaultyTransport(make(memory), faults)
 
@@ -86,6 +92,7 @@ MAKERS: dict[str, Maker] = {
         needs="mooncake",
         is_slow=True,  # it takes a second to go
     ),
+    "memfabric": Maker(_memfabric, is_slow=True),  # a stand-in: no hardware here
 }
 
 
