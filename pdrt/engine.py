@@ -54,7 +54,8 @@ class Engine:
         config, layout = self._spec.config, self.runner.layout
         blocks = pool_blocks(config.scheduler, layout, self.max_len, host_bytes())
         self._progress("kv pool", 0, 1)
-        memory = PoolMemory(layout, blocks, config.transfer.slots)
+        transfer = config.transfer
+        memory = PoolMemory(layout, blocks, transfer.slots, transfer.writers)
         self.runner.bind(memory.pool_view, blocks)
         self._progress("kv pool", 1, 1)
         return memory
