@@ -214,6 +214,37 @@ def bench_control(
     raise typer.Exit(control(rooms, Report(json_file, is_quiet=quiet), _out()))
 
 
+@bench.command("overlap", epilog="Example: `pdrt bench overlap --prompts 10`")
+def bench_overlap(
+    model: Annotated[
+        str, typer.Option(help="A model's directory, or llama-100m or tiny: random ones made here.")
+    ] = "llama-100m",
+    tokens: Annotated[int, typer.Option(min=2, max=1_000_000, help="Of each prompt.")] = 2048,
+    prompts: Annotated[int, typer.Option(min=1, max=1000, help="One after the other.")] = 5,
+    transport: Annotated[str, typer.Option(help="How KV moves: auto, shm, tcp ...")] = "",
+    dtype: DtypeOption = "float32",
+    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
+) -> None:
+    """How soon after a prompt is computed its KV is whole on the decode side.
+
+    Between a real prefill and a real decode worker: as a share of the time of computing.
+    """
+    from pdrt.bench.overlap import overlap
+    from pdrt.bench.random_model import NAMED, prepared
+    from pdrt.bench.shell import Report
+
+    if model in NAMED:
+        model = str(prepared(config.cache_dir(), model, NAMED[model]))
+    chosen = {
+        "model": {"path": model, "dtype": dtype},
+        "device": {"threads": max(1, len(os.sched_getaffinity(0)) // 2)},
+        "transfer": {"transport": transport} if transport else {},
+    }
+    settings = _with_model(config.load(NodeConfig, None, options=chosen))
+    raise typer.Exit(overlap(settings, tokens, prompts, Report(json_file, is_quiet=quiet), _out()))
+
+
 @app.command(
     "demo-model",
     epilog="Example: `pdrt generate 'Hello' --model $(pdrt demo-model --path)`",
