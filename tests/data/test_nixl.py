@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -258,3 +260,16 @@ async def test_whatever_the_binding_raises_is_an_engine_error() -> None:
 async def test_without_the_package_the_error_names_the_command() -> None:
     with pytest.raises(ConfigError, match=r"pip install 'pdrt\[nixl\]'"):
         open_nixl(TransferSection(), PoolMemory(LAYOUT, 2, 1), LOCAL, bindings=("nonesuch_cu99",))
+
+
+@real
+@pytest.mark.e2e
+async def test_a_process_that_has_used_it_exits_in_peace() -> None:
+    """Two copies of a network library, the system's and NIXL's, crashed there."""
+    program = (
+        "import asyncio; from tests.data.transports import MAKERS, pool\n"
+        "async def main(): MAKERS['nixl'].make(pool())\n"
+        "asyncio.run(main())"
+    )
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    assert await child.wait() == 0

@@ -9,6 +9,7 @@ and any offset can be written. Releasing a handle stops nothing, so nothing here
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -279,6 +280,10 @@ def open_nixl(
 
 
 def _library(bindings: Sequence[str]) -> ModuleType:
+    with suppress(
+        OSError
+    ):  # it is loaded by UCX's own copy of it otherwise, and both crash at exit
+        ctypes.CDLL("libibverbs.so.1")
     problems = list[str]()
     for name in bindings:
         try:
