@@ -26,7 +26,6 @@ from pdrt.data.transport.faulty import Fault
 from tests.data.managers import HASH, LAYOUT, SOURCE, Side, record, route_to, side
 from tests.data.ranks import Shape
 from tests.data.rig import Rig
-from tests.data.rig import record as slot_record
 
 A: Final = (1, 0)
 BAD: Final = Corrupt(blocks=1, index=1, block=7, head=0)
@@ -152,9 +151,13 @@ def test_what_is_found_of_an_earlier_transfer_is_not_taken_for_this_ones(
     late = rig.verifying[0]
     rig.abort_receive(A)
     rig.flow()
-    rig.d.verified(slot_record(A), None, rig.now)
+    rig.d.verified(late.record, None, rig.now)
+    rig.open(A)
+    rig.flow()
+    rig.admit(A)
     rig.d.verified(late.record, None, rig.now)
     rig.settle()
+    assert rig.d.rooms[A].state is State.TRANSFERRING
     assert not rig.has(Received, A)
 
 
@@ -285,6 +288,7 @@ async def test_a_damaged_chunk_fails_its_transfer_and_the_next_one_works(
     pair.send(2, (3, 4, 5))
     assert isinstance(await pair.outcome(2), Received)
     assert pair.equal((3, 4, 5), (9, 4, 5))
+    await pair.p.until(SendEnded, 2)
     for one in pair:
         stats = one.manager.stats()
         assert (stats.rooms, stats.quarantined) == (0, 0)
@@ -297,6 +301,21 @@ async def test_the_damaged_block_is_named(pair: Pair) -> None:
     assert isinstance(failed, ReceiveFailed)
     assert "the prompt's block 1, which is our block 4" in failed.problem.message
     assert pair.d.manager.stats().counters["blocks_corrupt"] == 1
+
+
+async def test_what_an_earlier_prompt_left_is_not_taken_for_this_ones(pair: Pair) -> None:
+    """CASES 57: a block that was never written is sound, with its old checksum, but not ours."""
+    await pair.shake(1, (9, 4, 5, 6))
+    pair.send(1, (0, 1, 2, 7))
+    assert isinstance(await pair.outcome(1), Received)
+    await pair.p.until(SendEnded, 1)
+    await pair.shake(2, (9, 4, 5, 6))
+    pair.p.faulty.next_writes(Fault.TRUNCATE)
+    pair.p.manager.do(SendBlocks(2, 0, (0, 1, 3), 0))  # 3 never comes; 0 and 1 are as before
+    pair.p.manager.do(SendBlocks(2, 0, (7,), 3, record(2, 4 * LAYOUT.block_size)))
+    failed = await pair.outcome(2)
+    assert isinstance(failed, ReceiveFailed)
+    assert "our block 9" in failed.problem.message, "none of them came with a checksum"
 
 
 async def test_without_checksums_a_damaged_chunk_is_believed() -> None:
