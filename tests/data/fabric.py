@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from pdrt.config import TransferSection
 from pdrt.data import outward as out
+from pdrt.data.checksums import Cells
 from pdrt.data.commands import AdmitReceiver, SendBlocks
 from pdrt.data.events import (
     SLOT_COMPLETE,
@@ -34,6 +35,7 @@ from pdrt.data.process import this_process
 from pdrt.data.receivers import Receivers, Receiving
 from pdrt.data.senders import Senders, Sending
 from pdrt.data.transfer import Key, Receiver, Sender
+from pdrt.data.transport.checked import CheckedTransport
 from pdrt.data.transport.choose import open_transport
 from pdrt.data.transport.promise import Peer, Transport
 from pdrt.keys import ClusterKey
@@ -115,8 +117,16 @@ class Side:
 class Fabric:
     """P prefill and D decode ranks; made on the running loop."""
 
-    def __init__(self, model: Model, prefill_tp: int, decode_tp: int, transport: str) -> None:
+    def __init__(
+        self,
+        model: Model,
+        prefill_tp: int,
+        decode_tp: int,
+        transport: str,
+        checksums: bool = False,
+    ) -> None:
         self.model, self.prefill_tp, self.decode_tp = model, prefill_tp, decode_tp
+        self.checksums = checksums
         self._config = TransferSection(transport=transport, threads=1)  # type: ignore[arg-type]
         self._group: asyncio.TaskGroup | None = None
         self._moved = asyncio.Event()
@@ -126,7 +136,7 @@ class Fabric:
     def _prefill(self, tp: int) -> Side:
         layout = self.model.layout(self.prefill_tp)
         memory = PoolMemory(layout, POOL, 1)
-        transport = open_transport(self._config, memory, "127.0.0.1", KEY)
+        transport = CheckedTransport(open_transport(self._config, memory, "127.0.0.1", KEY), memory)
         who = replace(this_process(), pid=1000 + tp)
         me = Sending(Rank(tp=tp), who, layout, memory.pool_at, transport.name, KEY, self.prefill_tp)
         desk = Senders(me, Limits(), Patience())
@@ -147,6 +157,7 @@ class Fabric:
             region=memory.region(transport.offers),
             rank=Rank(tp=tp),
             tp=self.decode_tp,
+            checksums=self.checksums,
         )
         slots = MetadataBufferPool(memory.slots_view, ROWS, WRITERS)
         me = Receiving(Rank(tp=tp), self.decode_tp, attach, KEY)
@@ -167,6 +178,8 @@ class Fabric:
 
     def admit(self, d: Side, key: Key, blocks: Sequence[int], first: int, tokens: int) -> None:
         assert isinstance(d.desk, Receivers)
+        if self.checksums:
+            Cells(d.memory).wipe(blocks)
         row = key[0] % ROWS
         d.desk.admit(AdmitReceiver(*key, tuple(blocks), first, row, tokens, b"h", 1e9), 0.0, 0.0)
         self.carry()
@@ -229,6 +242,9 @@ class Fabric:
                 side.transport.admit(key, areas)
             case out.Revoke(key, through):
                 side.transport.revoke(key, through)
+            case out.VerifyBlocks(record, blocks):
+                assert isinstance(side.desk, Receivers)
+                side.desk.verified(record, Cells(side.memory).corrupt(blocks), 0.0)
             case out.FindRoute(room, attempt):
                 assert isinstance(side.desk, Receivers)
                 side.desk.resolved((room, attempt), self._route(), 0.0)

@@ -23,9 +23,11 @@ from pdrt.data.events import Quiet, Received, ReceiveFailed, ReceiverReady, Send
 from pdrt.data.process import this_process
 from pdrt.data.transfer import State
 from pdrt.data.transport.faulty import Fault
+from tests.data.fabric import POOL, Fabric, Model, transfer
 from tests.data.managers import HASH, LAYOUT, SOURCE, Side, record, route_to, side
 from tests.data.ranks import Shape
 from tests.data.rig import Rig
+from tests.data.test_matrix import MODELS, SIZES
 
 A: Final = (1, 0)
 BAD: Final = Corrupt(blocks=1, index=1, block=7, head=0)
@@ -190,6 +192,24 @@ def test_of_several_writers_the_one_is_named_that_wrote_the_head(
     rig.settle()
     failed = next(event for event in rig.heard if isinstance(event, ReceiveFailed))
     assert f"kv head {head} from prefill rank {writer};" in failed.problem.message
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SIZES)
+async def test_every_pair_of_layouts_is_verified_head_by_head(
+    prefill_tp: int, decode_tp: int, model: str
+) -> None:
+    """Each rank checks all its heads, whoever wrote them, and finds them sound."""
+    heads, is_latent = MODELS[model]
+    rng = random.Random(7)
+    shape = Model(heads, "float32", is_latent)
+    async with Fabric(shape, prefill_tp, decode_tp, "shm", checksums=True) as fabric:
+        free = [rng.sample(range(POOL), POOL) for _ in fabric.ds]
+        for room in range(2):
+            await transfer(fabric, room, rng, free)
+        for d in fabric.ds:
+            assert d.desk.counters["blocks_corrupt"] == 0
+            assert d.desk.counters["receives_done"] == 2
 
 
 # Over real transports.
