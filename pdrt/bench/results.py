@@ -15,7 +15,7 @@ from pdrt.bench.facts import Facts
 from pdrt.bench.plain import STYLES
 
 MEMCPY: Final = "memcpy"
-PLAIN: Final = "plain loop"  # the better one of the two
+PLAIN: Final = "plain"  # the better one of the two plain socket loops
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
-"""The tables of `pdrt bench transfer`: rates with the share of the limit reached, and latencies."""
+"""The tables of `pdrt bench transfer`: rates, shares of the limit, latencies; 80 columns wide."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -16,41 +18,63 @@ def show(console: Console, results: Results) -> None:
     single = [case for case in results.cases if case.batch == 1]
     scattered = [case for case in results.cases if case.batch > 1]
     for cases in filter(None, (single, scattered)):
-        title = "GB/s (median), and the share of memcpy"
-        console.print(_table(results, cases, title, lambda s: _rate(results, s)))
-        title = "milliseconds a write, average / p99"
-        console.print(_table(results, cases, title, _latency))
-    console.print(", ".join(f"{name} {value}" for name, value in results.machine.items()))
+        for table in _tables(results, cases):
+            console.print(table)
+    facts = (f"{name} {value}" for name, value in results.machine.items())
+    console.print("; ".join([results.where, *facts]), style="dim")
     for name, reason in results.refused.items():
         console.print(f"{name} is not measured: {reason}", soft_wrap=True, markup=False)
 
 
-def _table(results: Results, cases: list[Case], title: str, cell: Callable[[Series], str]) -> Table:
-    table = Table("block", "batch", title=title, title_justify="left")
-    for way in results.shown:
-        table.add_column(way, justify="right", no_wrap=True)
+def _tables(results: Results, cases: list[Case]) -> Iterator[Table]:
+    shown = results.shown
+    rates = [_Column(way, way, lambda s: f"{s.gb_per_s:.2f}") for way in shown]
+    yield _table(results, cases, "GB/s, median", rates)
+    shares = [_Column(way, way, _share(results, MEMCPY)) for way in shown if way != MEMCPY]
+    if PLAIN in shown and "tcp" in shown:
+        shares.append(_Column("tcp of plain", "tcp", _share(results, PLAIN)))
+    yield _table(results, cases, "share of memcpy in the same run", shares)
+    latencies = [_Column(way, way, _latency) for way in shown]
+    yield _table(results, cases, "latency of a write, average/p99", latencies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    title: str
+    way: str
+    cell: Callable[[Series], str]
+
+
+def _table(results: Results, cases: list[Case], title: str, columns: list[_Column]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("block", no_wrap=True)
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True)
     for case in cases:
-        found = [results.get(case, way) for way in results.shown]
-        cells = [cell(series) if series else "-" for series in found]
-        table.add_row(size_text(case.block_bytes), str(case.batch), *cells)
+        found = [(column, results.get(case, column.way)) for column in columns]
+        cells = [column.cell(series) if series else "-" for column, series in found]
+        table.add_row(_label(case), *cells)
     return table
 
 
-def _rate(results: Results, series: Series) -> str:
-    """For tcp the share of the plain loop stands in brackets."""
-    text = f"{series.gb_per_s:.2f}"
-    if share := results.of(series, MEMCPY):
-        text += f" x{share:.2f}"
-    if series.way == "tcp" and (share := results.of(series, PLAIN)):
-        text += f" (x{share:.2f} of plain)"
-    return text
+def _label(case: Case) -> str:
+    size = size_text(case.block_bytes)
+    return size if case.batch == 1 else f"{size} x{case.batch}"
+
+
+def _share(results: Results, limit: str) -> Callable[[Series], str]:
+    def cell(series: Series) -> str:
+        share = results.of(series, limit)
+        return "-" if share is None else f"{share:.2f}"
+
+    return cell
 
 
 def _latency(series: Series) -> str:
-    return f"{_ms(series.avg_us)} / {_ms(series.quantile_us(0.99))}"
+    return f"{_short(series.avg_us)}/{_short(series.quantile_us(0.99))}"
 
 
-def _ms(us: float) -> str:
-    """Three digits that count, or all before the point."""
-    ms = us / 1000
-    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
+def _short(us: float) -> str:
+    """27u, 4.5m, 367m: two digits that count, or all before the point."""
+    value, unit = (us, "u") if us < 1000 else (us / 1000, "m")
+    return f"{value:.0f}{unit}" if value >= 9.95 else f"{value:.1f}{unit}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -73,13 +74,27 @@ def test_the_tables_show_every_way_its_share_and_why_one_is_missing() -> None:
     found = results(memcpy=[10], sendall=[2], sendmsg=[4], tcp=[3], shm=[9])
     found.refused["nixl"] = "pip install pdrt[nixl]"
     out = io.StringIO()
-    show(Console(file=out, width=160), found)
+    show(Console(file=out, width=80), found)
     text = out.getvalue()
-    assert "9.00 x0.90" in text
-    assert "3.00 x0.30 (x0.75 of plain)" in text
+    rates, shares, latencies = re.findall(r"1 MiB x64 +(.+?) *$", text, re.M)
+    assert rates.split() == ["10.00", "4.00", "3.00", "9.00"]
+    assert shares.split() == ["0.40", "0.30", "0.90", "0.75"]  # the last one: tcp of plain
+    assert latencies.split()[:2] == ["100m/100m", "250m/250m"]
     assert "nixl is not measured: pip install pdrt[nixl]" in text
-    assert "cores 2" in text
-    assert text.count("1 MiB") == 2  # rates, latencies
+    assert "here to there; cores 2; kernel test" in text
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_the_tables_of_all_ways_fit_eighty_columns(batch: int) -> None:
+    found = Results({})
+    for way in ("memcpy", "sendall", "sendmsg", "shm", "tcp", "nixl", "mooncake"):
+        found.add(way, Case(64 << 20, batch), Turn(10**7, (0.3456,)))
+        found.add(way, Case(512 << 10, batch), Turn(10**7, (0.0001234,)))
+    out = io.StringIO()
+    show(Console(file=out, width=80), found)
+    assert "…" not in out.getvalue()
+    assert "346m/346m" in out.getvalue()
+    assert "123u/123u" in out.getvalue()
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
