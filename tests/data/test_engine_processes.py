@@ -75,6 +75,9 @@ NIXL_TCP = pytest.param(
     ("nixl", "tcp"), id="nixl over tcp", marks=[needs("nixl"), pytest.mark.slow]
 )
 MOONCAKE = pytest.param(("mooncake", ""), id="mooncake", marks=needs("mooncake"))
+SLOW_MOONCAKE = pytest.param(
+    ("mooncake", ""), id="mooncake", marks=[needs("mooncake"), pytest.mark.slow]
+)
 
 
 @pytest.fixture
@@ -98,7 +101,7 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     await reader
 
 
-@pytest.mark.parametrize("rig", [NIXL, NIXL_TCP, MOONCAKE], indirect=True)
+@pytest.mark.parametrize("rig", [NIXL, NIXL_TCP, SLOW_MOONCAKE], indirect=True)
 async def test_every_byte_arrives_and_the_dead_are_noticed(rig: Rig) -> None:
     """CASES 10: a peer that dies ends its writes, in bounded time, and nobody has to say so."""
     rig.write(1)
