@@ -58,8 +58,9 @@ class Device:
         self.runner = NullRunner(block_size)
         self.layout: KvLayout = self.runner.layout
         self.eos_token_ids = self.runner.eos_token_ids
-        self.may_load = threading.Event()
+        self.may_load, self.may_join = threading.Event(), threading.Event()
         self.may_load.set()
+        self.may_join.set()
         self.permits = threading.Semaphore(1000)
         self.computed: list[list[SeqStep]] = []
         self.met: list[Path] = []
@@ -77,6 +78,8 @@ class Device:
         self.runner.bind(pool, blocks)
 
     def join(self, rendezvous: Path, timeout_s: float) -> None:
+        rendezvous.touch()
+        self.may_join.wait()
         self.met.append(rendezvous)
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
@@ -145,6 +148,7 @@ async def member(stack: AsyncExitStack, made: WorkerSpec, device: Device) -> Mem
 
     async def wind_up() -> None:
         device.may_load.set()
+        device.may_join.set()
         device.permits.release(1000)
         one.task.cancel()
         with suppress(asyncio.CancelledError, ExceptionGroup):
@@ -169,15 +173,21 @@ async def group(folder: Path, *devices: Device, **tables: Any) -> AsyncIterator[
 async def test_a_group_is_ready_when_its_last_rank_has_loaded_and_joined(tmp_path: Path) -> None:
     late = Device()
     late.may_load.clear()
+    late.may_join.clear()
     async with group(tmp_path, Device(), Device(), late) as (head, second, third):
         await head.until(Loading)
         await second.until(Loading)
         assert head.device.met == second.device.met == []
         late.may_load.set()
-        for one in (head, second, third):
-            ready = await one.until(Ready)
+        early = asyncio.create_task(head.until(Ready))
+        waiting = [await second.until(Ready)]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not early.done()
+        late.may_join.set()
+        for ready in (*waiting, await early, await third.until(Ready)):
             assert ready.blocks == (1 << 18) // ready.layout.block_bytes
-            assert one.device.met == head.device.met
+        assert head.device.met == second.device.met == late.met != []
         assert not [name for name in os.listdir(tmp_path) if name.startswith("rendezvous")]
 
 
