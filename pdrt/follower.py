@@ -16,7 +16,7 @@ import structlog
 import zmq.asyncio
 from aiohttp import ClientSession
 
-from pdrt import duties, messages, parts, steps
+from pdrt import duties, messages, parts, steps, telemetry
 from pdrt.data.process import this_process
 from pdrt.data.relay import pack_event, unpack_command
 from pdrt.device.backends import open_runner
@@ -45,7 +45,7 @@ class Follower:
         self._stop = asyncio.Event()
         self._transfers_news = asyncio.Event()
         self._rendezvous: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
-        self._batches: asyncio.Queue[messages.Step] = asyncio.Queue()  # tp 0 waits for us
+        self._batches: asyncio.Queue[messages.Step] = asyncio.Queue(4)  # tp 0 waits for us
         self._orders: deque[messages.Order] = deque()
         self._computed, self._step_s = 0, 0.0
         self._transfers: parts.OwnTransfers | None = None
@@ -101,6 +101,7 @@ class Follower:
                     self._spec, session, memory, endpoint, engine.max_len
                 )
                 tasks.create_task(lease)
+            telemetry.settle()
             tasks.create_task(duties.report(self._link.tell, self._stats, self._news))
             tasks.create_task(self._compute())
 
