@@ -10,6 +10,7 @@ import asyncio
 import sys
 import time
 
+from pdrt import telemetry
 from pdrt.config import TimeoutsSection
 from pdrt.data.commands import AdmitReceiver, ExpectHandshakes, OpenReceiver, SendBlocks
 from pdrt.data.events import ReceiverReady, SenderReady
@@ -60,5 +61,6 @@ def _nobody(_source: Source) -> Route:
 
 
 if __name__ == "__main__":
+    telemetry.configure("error")  # on stderr: what we say is read
     _, role, *rest = sys.argv
     asyncio.run(prefill() if role == "prefill" else decode(rest[0], int(rest[1]), int(rest[2])))
