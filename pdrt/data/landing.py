@@ -14,7 +14,7 @@ from pdrt.data.memory import SLOT_BYTES, SUM_BYTES
 from pdrt.data.metadata import MetadataBufferPool
 from pdrt.data.transfer import Key, Leg, Receiver
 from pdrt.data.transport.promise import Areas
-from pdrt.messages import Attach
+from pdrt.messages import Attach, Handshake, pack_ids
 
 
 @dataclass(slots=True)
@@ -25,13 +25,21 @@ class Landing:
     attach: Attach
     _owners: dict[int, tuple[Key, str]] = field(default_factory=dict)
 
-    @property
-    def writers(self) -> int:
-        """How many ranks may write one attempt."""
-        return self.slots.writers
-
-    def first_slot(self, row: int) -> int:
-        return self.slots.slot_of(row, 0)
+    def handshake(self, receiver: Receiver, admitted: AdmitReceiver, expires: float) -> Handshake:
+        """What all its ranks are told alike; each rank's own part is added when it is said."""
+        return Handshake(
+            room=receiver.room,
+            attempt=receiver.attempt,
+            session=self.attach.session,
+            blocks=pack_ids(admitted.blocks),
+            first_block=admitted.first_block,
+            slot=self.slots.slot_of(receiver.row, 0),
+            prompt_tokens=admitted.prompt_tokens,
+            prompt_hash=admitted.prompt_hash,
+            decode_ranks=receiver.decode_ranks,
+            expires=expires,
+            token=b"",
+        )
 
     def expect(self, receiver: Receiver, kv_len: int) -> None:
         """Wipe its slots and wait for them. To be called before their writers are told."""

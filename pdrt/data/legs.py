@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from pdrt.data.checksums import Corrupt
 from pdrt.data.prefill_peers import PrefillPeers
 from pdrt.data.transfer import Leg, Receiver
 from pdrt.messages import Attach
@@ -24,7 +25,18 @@ def disagreement(legs: Sequence[Leg]) -> str:
     return ""
 
 
-def writers_of(head: int, heads: int, legs: Sequence[Leg]) -> str:
+def damage(receiver: Receiver, corrupt: Corrupt, kv_heads: int) -> str:
+    """Where it is, and who sent it."""
+    assert receiver.handshake is not None
+    writers = _writers_of(corrupt.head, kv_heads, list(receiver.legs.values()))
+    return (
+        f"{corrupt.blocks} blocks are not what was sent: first the prompt's block"
+        f" {receiver.handshake.first_block + corrupt.index}, which is our block"
+        f" {corrupt.block}, kv head {corrupt.head} from prefill rank {writers}"
+    )
+
+
+def _writers_of(head: int, heads: int, legs: Sequence[Leg]) -> str:
     """The ranks that wrote this one of our heads: each cp rank its blocks of it."""
     writing = sorted((leg for leg in legs if leg.writes), key=lambda leg: leg.place)
     shares = len({leg.rank.rpartition(",")[2] for leg in writing})

@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from typing import assert_never
 
+from pdrt.data.aftermath import Aftermath, route_wish
 from pdrt.data.asking import Asking
 from pdrt.data.checksums import Corrupt
 from pdrt.data.commands import AdmitReceiver
@@ -26,10 +27,10 @@ from pdrt.data.events import (
     TransferEvent,
 )
 from pdrt.data.landing import Landing
-from pdrt.data.legs import disagreement, told, writers_of
+from pdrt.data.legs import damage, disagreement, told
 from pdrt.data.limits import Limits, Patience
 from pdrt.data.metadata import MetadataBufferPool
-from pdrt.data.outward import Admit, FindRoute, ForgetRoute, Outward, Revoke, VerifyBlocks
+from pdrt.data.outward import Admit, ForgetRoute, Outward, VerifyBlocks
 from pdrt.data.prefill_peers import PrefillPeer, PrefillPeers
 from pdrt.data.quarantine import Ledger
 from pdrt.data.topology import Topology
@@ -58,7 +59,6 @@ from pdrt.messages import (
     Attached,
     Failed,
     FromPrefill,
-    Handshake,
     Pong,
     Problem,
     Process,
@@ -67,9 +67,7 @@ from pdrt.messages import (
     Rank,
     Refused,
     Route,
-    Source,
     Started,
-    pack_ids,
     unpack_ids,
 )
 
@@ -102,6 +100,7 @@ class Receivers:
         self.rooms: dict[Key, Receiver] = {}
         self.writers: Ledger[Key, str] = Ledger()  # attempt -> prefill ranks that may write
         self._asking = Asking(me.attach, me.key, self.peers, patience, self.outbox)
+        self._aftermath = Aftermath(self.writers, self.peers, self._asking, patience, self.outbox)
         self._landing = Landing(slots, me.attach)
         self._topology = Topology(me.attach.layout, me.rank, me.decode_tp, slots.writers)
         self._past: OrderedDict[Key, State] = OrderedDict()
@@ -113,12 +112,7 @@ class Receivers:
         """A request will come to us from that source; ReceiverReady when its ranks are known."""
         assert receiver.key not in self.rooms
         self.rooms[receiver.key] = receiver
-        self._find_route(receiver)
-
-    def _find_route(self, receiver: Receiver) -> None:
-        host, port = receiver.source
-        source = Source(host=host, port=port, dp_rank=receiver.dp_rank)
-        self.outbox.append(FindRoute(receiver.room, receiver.attempt, source))
+        self.outbox.append(route_wish(receiver))
 
     def admit(self, admitted: AdmitReceiver, now: float, wall: float) -> None:
         """Blocks and slot are reserved: tell the writers."""
@@ -132,22 +126,9 @@ class Receivers:
         self._feed(receiver, Admitted(), now)
 
     def _reserve(self, receiver: Receiver, admitted: AdmitReceiver, expires: float) -> None:
-        room, attempt = receiver.key
         receiver.deadline = admitted.deadline
         receiver.row = admitted.slot
-        receiver.handshake = Handshake(
-            room=room,
-            attempt=attempt,
-            session=self._me.session,
-            blocks=pack_ids(admitted.blocks),
-            first_block=admitted.first_block,
-            slot=self._landing.first_slot(receiver.row),
-            prompt_tokens=admitted.prompt_tokens,
-            prompt_hash=admitted.prompt_hash,
-            decode_ranks=receiver.decode_ranks,
-            expires=expires,
-            token=b"",
-        )
+        receiver.handshake = self._landing.handshake(receiver, admitted, expires)
         for leg in receiver.legs.values():
             if peer := self.peers.get(leg.peer):
                 leg.transport = peer.transport
@@ -300,18 +281,8 @@ class Receivers:
             self._feed(receiver, SlotsValid(record), now)
         elif receiver.state not in TERMINAL:
             self.counters["blocks_corrupt"] += corrupt.blocks
-            self._break(receiver, TransferFailed, self._damage(receiver, corrupt), now)
-
-    def _damage(self, receiver: Receiver, corrupt: Corrupt) -> str:
-        """Where it is, and who sent it."""
-        assert receiver.handshake is not None
-        heads = self._me.attach.layout.kv_heads
-        writers = writers_of(corrupt.head, heads, list(receiver.legs.values()))
-        return (
-            f"{corrupt.blocks} blocks are not what was sent: first the prompt's block"
-            f" {receiver.handshake.first_block + corrupt.index}, which is our block"
-            f" {corrupt.block}, kv head {corrupt.head} from prefill rank {writers}"
-        )
+            cause = damage(receiver, corrupt, self._me.attach.layout.kv_heads)
+            self._break(receiver, TransferFailed, cause, now)
 
     def died(self, process: Process, now: float) -> None:
         """Proof that a peer writes no more."""
@@ -331,42 +302,23 @@ class Receivers:
         receiver = self.rooms.get(key)
         if receiver is None or receiver.state not in TERMINAL:
             return
-        for rank in self.writers.holders(key):
-            leg = receiver.legs[rank]
-            if not through or leg.transport in through:
-                self._let_go(receiver, leg)
+        for leg in self._aftermath.kept_out(receiver, through):
+            self._let_go(receiver, leg)
 
     def tick(self, now: float, _wall: float) -> None:
         for peer in self.peers.overdue(now):
             self._lose(peer, "it answers no pings", now)
         for receiver in list(self.rooms.values()):
             if receiver.state in TERMINAL:
-                self._chase(receiver, now)
+                self._aftermath.chase(receiver, now)
             elif receiver.deadline <= now:
                 self._break(receiver, DeadlinePassed, "the deadline has passed", now)
             elif receiver.handshake and receiver.again_at <= now:
                 self._asking.shake(receiver, now)
         self._fence(now)
 
-    def _chase(self, receiver: Receiver, now: float) -> None:
-        """Its memory may still be written: look for a proof that it is not any more."""
-        self._revoke(receiver)
-        if now < receiver.again_at:
-            return
-        holders = self.writers.holders(receiver.key)
-        self._asking.abort_again(receiver, holders, now)
-        for rank in holders:
-            peer = self.peers.get(receiver.legs[rank].peer)
-            if peer is not None and self.peers.may_seek_heir(peer, now):
-                self.outbox.append(ForgetRoute(*receiver.source))
-                self._find_route(receiver)
-
     def _fence(self, now: float) -> None:
-        stuck = {
-            receiver.legs[rank].peer
-            for receiver in self._overdue(now)
-            for rank in self.writers.holders(receiver.key)
-        }
+        stuck = self._aftermath.stuck(self.rooms.values(), now)
         for peer in self.peers.fence(stuck):
             cause = f"fenced: for {self._patience.grace:g} s it did not say that its writes ended"
             self._lose(peer, cause, now)
@@ -386,11 +338,7 @@ class Receivers:
 
     def overdue_quarantine(self, now: float) -> int:
         """Attempts that have kept their memory longer than the grace time."""
-        return len(self._overdue(now))
-
-    def _overdue(self, now: float) -> list[Receiver]:
-        over = (r for r in self.rooms.values() if r.state in TERMINAL)
-        return [receiver for receiver in over if now - receiver.over_at > self._patience.grace]
+        return len(self._aftermath.overdue(self.rooms.values(), now))
 
     def _lose(self, peer: PrefillPeer, cause: str, now: float) -> None:
         for receiver in [self.rooms[key] for key in peer.rooms if key in self.rooms]:
@@ -426,20 +374,12 @@ class Receivers:
             self._past.popitem(last=False)
         if receiver.handshake is not None:
             self._landing.let_go(receiver)
-            self._revoke(receiver)
+            self._aftermath.revoke(receiver)
         if receiver.state is State.DONE:
             self.writers.drop(receiver.key)
             self._forget(receiver)
         elif self.writers.seal(receiver.key):
             self._release(receiver)
-
-    def _revoke(self, receiver: Receiver) -> None:
-        """Each of its writers' transports on its own: one may prove what another cannot."""
-        holders = self.writers.holders(receiver.key)
-        transports = {receiver.legs[rank].transport for rank in holders}
-        for transport in sorted(transports) or [""]:
-            through = frozenset({transport} if transport else ())
-            self.outbox.append(Revoke(receiver.key, through))
 
     def _let_go(self, receiver: Receiver, leg: Leg) -> None:
         if self.writers.let_go(receiver.key, leg.rank):

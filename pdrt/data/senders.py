@@ -10,21 +10,18 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from typing import assert_never
 
-import numpy as np
-
 from pdrt.data.chunks import write_of
 from pdrt.data.commands import SendBlocks
 from pdrt.data.early import Early, EarlyHandshakes
 from pdrt.data.events import SendEnded, SenderReady, SendFailed, TransferEvent
 from pdrt.data.handshake import is_genuine
-from pdrt.data.layout import blocks_for
 from pdrt.data.limits import Limits, Patience
-from pdrt.data.memory import SLOT_BYTES
 from pdrt.data.openwrites import OpenWrite, OpenWrites
 from pdrt.data.outward import AbortWrite, Outward, StartWrite
 from pdrt.data.quarantine import Ledger
 from pdrt.data.sessions import Sending as Sending
 from pdrt.data.sessions import Session, Sessions
+from pdrt.data.targets import target_of, told
 from pdrt.data.transfer import (
     TERMINAL,
     AllWritten,
@@ -45,13 +42,11 @@ from pdrt.data.transfer import (
 from pdrt.data.transport.promise import Ended, Write
 from pdrt.data.voice import Voice
 from pdrt.errors import (
-    BadMessage,
     DeadlinePassed,
     Illegal,
     Overloaded,
     PdrtError,
     PeerLost,
-    PromptMismatch,
     TransferFailed,
 )
 from pdrt.messages import (
@@ -62,7 +57,6 @@ from pdrt.messages import (
     Ping,
     Problem,
     Process,
-    unpack_ids,
 )
 
 
@@ -210,7 +204,7 @@ class Senders:
 
     def _bind(self, sender: Sender, session: Session, shake: Handshake) -> None:
         try:
-            target = self._target(sender, session, shake)
+            target = target_of(sender, session, shake, self._targets(sender), self._me)
         except PdrtError as error:
             problem = self._problem(type(error), sender.key, str(error))
             self._decline(session, sender.key, problem)
@@ -222,47 +216,6 @@ class Senders:
         if len(sender.targets) == shake.decode_ranks:
             first = min(t.first_block for t in sender.targets.values())
             self._feed(sender, ShookHands(first))
-
-    def _target(self, sender: Sender, session: Session, shake: Handshake) -> Target:
-        """Where the handshake lets us write. Raises PromptMismatch or BadMessage."""
-        self._check_ranks(sender, session, shake)
-        tokens, region = sender.prompt_tokens, session.attach.region
-        if shake.prompt_tokens != tokens:
-            raise PromptMismatch(
-                f"the prompt has {tokens} tokens here, {shake.prompt_tokens} there"
-            )
-        if shake.prompt_hash != sender.prompt_hash:
-            raise PromptMismatch(f"the two legs have different prompts of {tokens} tokens")
-        wanted = blocks_for(tokens, self._me.layout.block_size) - shake.first_block
-        blocks = unpack_ids(shake.blocks)
-        if wanted < 0 or (shake.writes and not len(set(blocks)) == len(blocks) == wanted):
-            raise BadMessage(f"{len(set(blocks))} blocks are offered, {wanted} are needed")
-        if any(not 0 <= block < region.blocks for block in blocks) or shake.slot >= region.slots:
-            raise BadMessage("a block or the slot lies outside the described region")
-        return Target(
-            session=session.name,
-            writes=shake.writes,
-            first_block=shake.first_block,
-            blocks=np.asarray(blocks, dtype=np.int64),
-            part=session.part,
-            slot_at=region.slots_at + shake.slot * SLOT_BYTES,
-        )
-
-    def _check_ranks(self, sender: Sender, session: Session, shake: Handshake) -> None:
-        """Whether it is one of the ranks of one instance that we wait for. Raises BadMessage."""
-        if sender.state is not State.BOOTSTRAPPING:
-            raise BadMessage(f"more than {len(sender.targets)} decode ranks shook hands")
-        mine = session.attach
-        if shake.decode_ranks != session.decode_ranks:
-            raise BadMessage(
-                f"{shake.decode_ranks} decode ranks are announced, of tp = {mine.tp} there and"
-                f" {self._me.tp} here {session.decode_ranks} shake hands"
-            )
-        others = [s.attach for s in self._targets(sender)]
-        if any((o.tp, o.rank.dp) != (mine.tp, mine.rank.dp) for o in others):
-            raise BadMessage(f"decode rank {mine.rank} is of another instance than its siblings")
-        if any(other.rank == mine.rank for other in others):
-            raise BadMessage(f"decode rank {mine.rank} shook hands twice")
 
     def _keep_early(self, session: Session, shake: Handshake, expires_at: float) -> None:
         key = shake.room, shake.attempt
@@ -395,28 +348,9 @@ class Senders:
     def _problem(self, error: type[PdrtError], key: Key, cause: str) -> Problem:
         """Names all that is needed to find the fault."""
         sender = self.rooms.get(key)
-        targets = "nobody yet"
-        progress = ""
-        if sender is not None:
-            targets = ", ".join(map(self._told_of, sender.targets.values())) or targets
-            progress = (
-                f"; {sender.done_bytes} of {sender.given_bytes} bytes written, last {sender.state}"
-            )
-        text = (
-            f"room {key[0]} attempt {key[1]}: {cause}; prefill rank {self._me.rank} to"
-            f" {targets}{progress}"
-        )
+        share = told(sender, self.sessions, self._me) if sender else "nobody yet"
+        text = f"room {key[0]} attempt {key[1]}: {cause}; prefill rank {self._me.rank} to {share}"
         return Problem(code=error.code, message=text, stage="transfer")
-
-    def _told_of(self, target: Target) -> str:
-        session = self.sessions.get(target.session)
-        where = f" rank {session.attach.rank} at {session.endpoint}" if session else ", now gone,"
-        transport = session.transport if session else ""
-        share = "" if target.writes else ", which another rank writes"
-        return (
-            f"{target.session}{where} over {transport or self._me.transport}"
-            f" ({target.done_bytes} bytes{share})"
-        )
 
     def _repeat(self, session: Session, key: Key) -> None:
         """What was said at its end may have been lost."""

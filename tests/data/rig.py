@@ -221,7 +221,7 @@ class Rig:
         """The bytes arrive: every one of them where it still belongs, or not at all."""
         flight = self.flights[write]
         flight.has_landed = True
-        if not self._is_let_in(flight):
+        if not self.is_let_in(flight):
             return
         self.check_flight(flight)
         unit, d = LAYOUT.head_bytes, flight.target
@@ -230,7 +230,7 @@ class Rig:
         if slot := flight.write.slot:
             d.memory[slot.at : slot.at + SLOT_BYTES] = slot.data
 
-    def _is_let_in(self, flight: Flight) -> bool:
+    def is_let_in(self, flight: Flight) -> bool:
         """Whether the receiver's transport takes it: tcp asks what was admitted."""
         if flight.target not in self.ds or flight.write.peer != flight.target.attach.session:
             return False  # the memory is gone

@@ -240,11 +240,14 @@ def test_each_decode_rank_is_told_of_its_own_bytes() -> None:
     assert leg.done_bytes == rig.ds[0].attach.layout.block_bytes
 
 
-def test_when_one_decode_rank_leaves_its_sibling_is_told() -> None:
+def test_when_one_decode_rank_leaves_its_sibling_is_told_while_writes_still_go_on() -> None:
     rig = ready(Rig(shape=ONE_TO_TWO))
+    rig.send_all(A)
     rig.abort_receive_at(rig.ds[0], A)
     rig.flow()
     assert rig.ds[1].told["ReceiveFailed", A] == 1
+    rig.land_all()
+    rig.flow()
     assert rig.told["Quiet", A] == 2
     assert rig.told["SendEnded", A] == 1
     rig.check_baseline()
@@ -687,10 +690,10 @@ def test_every_prefix_hit_and_every_chunk_boundary_bring_the_whole_prompt(shape:
             rig.check_baseline()
 
 
-def test_a_thousand_warm_requests_leave_the_pool_flat() -> None:
-    """CASES 45."""
+def test_many_warm_requests_leave_the_pool_flat() -> None:
+    """CASES 45, at this level; short form; see also test_reuse."""
     rig = Rig(blocks=8, shape=TWO_TO_ONE)
-    for room in range(1000):
+    for room in range(200):
         key = (room, 0)
         rig.expect(key, 12)
         rig.open(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdrt.data.events import SlotRecord
@@ -133,6 +133,34 @@ def test_a_slot_nobody_waits_for_is_not_read() -> None:
     slots.write(1, RECORD)
     assert slots.pool.scan() == []
     assert slots.pool.look(1) is None
+
+
+def test_a_rows_writers_have_slots_of_their_own() -> None:
+    """CASES 51."""
+    pool = MetadataBufferPool(memoryview(bytearray(6 * SLOT_BYTES)), 2, writers=3)
+    assert [[pool.slot_of(row, n) for n in range(3)] for row in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(AssertionError):
+        pool.slot_of(0, 3)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["watch", "unwatch", "write"]), st.integers(0, 5))))
+@example([("watch", 0), ("watch", 1), ("watch", 2), ("write", 0), ("unwatch", 2), ("write", 1)])
+def test_whatever_is_waited_for_is_found_once_and_nothing_else(acts: list[tuple[str, int]]) -> None:
+    slots, waiting = Slots(6), set[int]()
+    for act, slot in acts:
+        match act:
+            case "watch":
+                slots.pool.watch(slot, 7, 1, 40)
+                waiting.add(slot)
+            case "unwatch":
+                slots.pool.unwatch(slot)
+                waiting.discard(slot)
+            case _:
+                slots.write(slot, RECORD)
+                assert slots.pool.scan() == ([(slot, RECORD)] if slot in waiting else [])
+                waiting.discard(slot)
+        assert slots.pool.waiting == len(waiting)
+        assert slots.pool.scan() == []
 
 
 def reuse_slots(rounds: int) -> MetadataBufferPool:

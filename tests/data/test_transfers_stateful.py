@@ -1,4 +1,4 @@
-"""Two peers, any order of events: the promises of the data plane as invariants (CASES 61)."""
+"""Peers of one or two ranks, any order of events: the data plane's promises (CASES 61)."""
 
 from __future__ import annotations
 
@@ -6,31 +6,49 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+import pytest
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdrt.data.checksums import Corrupt
-from pdrt.data.events import Quiet, Received, ReceiveFailed, ReceiverReady, SenderReady
+from pdrt.data.events import ReceiverReady
 from pdrt.data.limits import Limits
 from pdrt.data.transfer import TERMINAL, Key, Receiver, Sender, State
-from tests.data.rig import Rig, record
+from tests.data.ranks import DecodeRank, PrefillRank, Shape
+from tests.data.rig import PROBLEM, Rig, record
 
 BLOCKS: Final = 3
 TOKENS: Final = 12  # three blocks of four
+POOL: Final = 24
+EARLY: Final = 3
+SHAPES: Final = [
+    Shape(),
+    Shape(2, 1, heads=2, writers=2),
+    Shape(2, 1, heads=1, writers=1),  # replicas: one writes
+    Shape(1, 2, heads=2),
+    Shape(2, 2, heads=2, writers=3),
+    Shape(2, 2, heads=1),
+]
+WAYS: Final = [("shm",), ("tcp",), ("shm", "tcp")]
 
 
 class World:
     """What may happen next; each method takes two numbers that say to whom and how."""
 
-    def __init__(self, checksums: bool) -> None:
-        limits = Limits(rooms_per_peer=3, outcomes=6)
-        self.rig = Rig(blocks=24, limits=limits, checksums=checksums)
+    def __init__(self, shape: Shape = SHAPES[0], ways: tuple[str, ...] = WAYS[0]) -> None:
+        limits = Limits(rooms_per_peer=EARLY, outcomes=6)
+        self.rig = Rig(blocks=POOL, limits=limits, shape=shape, ways=ways)
         self.next_room = 1
-        self.computed: dict[Key, int] = {}  # attempt -> blocks that prefill has sent
-        self.late: list[Key] = []  # prefill legs that are still on their way
+        self.computed: dict[tuple[int, Key], int] = {}  # (rank, attempt) -> blocks that it sent
+        self.late: list[tuple[PrefillRank, Key]] = []  # prefill legs that are still on their way
         self.request_comes(0, 0)
-        self.all_messages_arrive(0, 0)  # the two are attached
+        self.all_messages_arrive(0, 0)  # all are attached
+
+    def prefill(self, number: int) -> PrefillRank:
+        return self.rig.ps[number % len(self.rig.ps)]
+
+    def decode(self, number: int) -> DecodeRank:
+        return self.rig.ds[number % len(self.rig.ds)]
 
     # The two legs of a request.
 
@@ -38,30 +56,35 @@ class World:
         key = (self.next_room, 0)
         self.next_room += 1
         seconds = 3.0 if deadline == 5 else 60.0
-        if order != 1:  # 1: the prefill leg is late; 2: there is none; 3: no decode leg
-            self.rig.expect(key, TOKENS, seconds) if order != 2 and self.rig.ps[
-                0
-            ].is_alive else None
-            self.computed[key] = 0
-        else:
-            self.late.append(key)
+        for p in self.rig.ps:
+            if order == 1 or (order == 4 and p.tp == 1):  # 1: all are late; 4: the second is
+                self.late.append((p, key))
+            elif order != 2:  # 2: there is none; 3: no decode leg
+                self.expect(p, key, seconds)
         if order != 3:
             self.rig.open(key, seconds)
 
-    def late_leg_comes(self, _a: int, _b: int) -> None:
-        if self.late and self.rig.ps[0].is_alive:
-            key = self.late.pop(0)
-            self.computed[key] = 0
-            self.rig.expect(key, TOKENS)
+    def expect(self, p: PrefillRank, key: Key, seconds: float) -> None:
+        if p.is_alive:
+            self.rig.expect_at(p, key, TOKENS, seconds)
+            self.computed[p.tp, key] = 0
 
-    def decode_admits(self, first_block: int, _b: int) -> None:
-        over = {(e.room, e.attempt) for e in self.rig.heard if isinstance(e, ReceiveFailed | Quiet)}
-        for ready in [e for e in self.rig.heard if isinstance(e, ReceiverReady)]:
+    def late_leg_comes(self, _a: int, _b: int) -> None:
+        if self.late:
+            self.expect(*self.late.pop(0), 60.0)
+
+    def decode_admits(self, first_block: int, pick: int) -> None:
+        for d in self.rig.ds if pick < 4 else [self.decode(pick)]:
+            self.admit(d, (first_block + d.tp) % BLOCKS)
+
+    def admit(self, d: DecodeRank, first_block: int) -> None:
+        for ready in [e for e in d.heard if isinstance(e, ReceiverReady)]:
             key = ready.room, ready.attempt
-            if key in over or key in self.rig.ds[0].books.kept or key not in self.rig.d.rooms:
+            is_over = d.told["ReceiveFailed", key] or d.told["Quiet", key]
+            if is_over or key in d.books.kept or key not in d.desk.rooms:
                 continue
-            if len(self.rig.ds[0].books.free) >= BLOCKS and self.rig.ds[0].books.slots:
-                self.rig.admit(key, TOKENS, first_block % BLOCKS)
+            if len(d.books.free) >= BLOCKS and d.books.slots:
+                self.rig.admit_at(d, key, TOKENS, first_block)
                 return
 
     def goes_as_far_as_transfer(self, first_block: int, _b: int) -> None:
@@ -71,33 +94,43 @@ class World:
         self.all_messages_arrive(0, 0)
 
     def prefill_computes(self, pick: int, size: int) -> None:
-        keys = [
-            key
-            for key, done in self.computed.items()
-            if done < BLOCKS and key in self.rig.p.rooms and self.rig.has(SenderReady, key)
+        legs = [
+            (p, key)
+            for (tp, key), done in self.computed.items()
+            if done < BLOCKS
+            and (p := self.rig.ps[tp]).is_alive
+            and key in p.desk.rooms
+            and p.told["SenderReady", key]
         ]
-        if keys and self.rig.ps[0].is_alive:
-            key = keys[pick % len(keys)]
-            done = self.computed[key]
-            self.computed[key] = min(BLOCKS, done + 1 + size % 3)
-            src = list(range(done, self.computed[key]))
-            last = record(key, TOKENS) if self.computed[key] == BLOCKS else None
-            self.rig.send(key, src, done, last)
+        if legs:
+            p, key = legs[pick % len(legs)]
+            done = self.computed[p.tp, key]
+            end = self.computed[p.tp, key] = min(BLOCKS, done + 1 + size % 3)
+            last = record(key, TOKENS) if end == BLOCKS else None
+            self.rig.send_at(p, key, list(range(done, end)), done, last)
+
+    def all_prefill_ranks_compute(self, size: int, _b: int) -> None:
+        for _ in self.rig.ps:
+            self.prefill_computes(0, size)
 
     # Somebody changes his mind.
 
-    def decode_aborts(self, pick: int, _b: int) -> None:
-        if keys := list(self.rig.d.rooms):
-            self.rig.abort_receive(keys[pick % len(keys)])
+    def decode_aborts(self, pick: int, rank: int) -> None:
+        d = self.decode(rank)
+        if keys := list(d.desk.rooms):
+            self.rig.abort_receive_at(d, keys[pick % len(keys)])
 
-    def prefill_aborts(self, pick: int, _b: int) -> None:
-        if keys := list(self.rig.p.rooms):
-            self.rig.abort_send(keys[pick % len(keys)])
+    def prefill_aborts(self, pick: int, rank: int) -> None:
+        p = self.prefill(rank)
+        if keys := list(p.desk.rooms):
+            p.desk.abort(keys[pick % len(keys)], PROBLEM)
+            self.rig.settle()
 
     def decode_finishes(self, _a: int, _b: int) -> None:
-        for key in list(self.rig.ds[0].books.kept):
-            if self.rig.has(Received, key) and key not in self.rig.ds[0].quarantine:
-                self.rig.finish(key)
+        for d in self.rig.ds:
+            for key in list(d.books.kept):
+                if d.told["Received", key] and key not in d.quarantine:
+                    d.books.give(key)
 
     # Messages.
 
@@ -105,26 +138,31 @@ class World:
         self.rig.flow()
 
     def prefill_hears(self, at: int, copies: int) -> None:
-        if wire := self.rig.to_p:
+        p = self.prefill(at + copies)
+        if wire := p.inbox:
             at %= len(wire)
             wire.extend([wire[at]] * (copies == 5))
-            self.rig.hear_p(at)
+            self.rig.hear_p(at, p)
 
     def decode_hears(self, at: int, copies: int) -> None:
-        if wire := self.rig.to_d:
+        d = self.decode(at + copies)
+        if wire := d.inbox:
             at %= len(wire)
             wire.extend([wire[at]] * (copies == 5))
-            self.rig.hear_d(at)
+            self.rig.hear_d(at, d)
 
-    def message_is_lost(self, at: int, to_p: int) -> None:
-        if wire := self.rig.to_p if to_p % 2 else self.rig.to_d:
+    def message_is_lost(self, at: int, to: int) -> None:
+        rank = self.rig.ranks[to % len(self.rig.ranks)]
+        if wire := rank.inbox:
             del wire[at % len(wire)]
 
     def question_is_answered(self, _a: int, _b: int) -> None:
-        if self.rig.ps[0].attaching:
-            self.rig.answer_attach()
-        if self.rig.ds[0].wishes:
-            self.rig.answer_route()
+        for p in self.rig.ps:
+            if p.attaching and p.is_alive:
+                self.rig.answer_attach(p)
+        for d in self.rig.ds:
+            if d.wishes:
+                self.rig.answer_route(d)
 
     # The transport.
 
@@ -143,14 +181,7 @@ class World:
     def decode_looks_at_its_slots(self, _a: int, _b: int) -> None:
         self.rig.scan()
 
-    def blocks_are_verified(self, pick: int, bad: int) -> None:
-        if verifying := self.rig.ds[0].verifying:
-            record = verifying.pop(pick % len(verifying)).record
-            corrupt = Corrupt(1, 0, 0, 0) if bad == 5 else None
-            self.rig.d.verified(record, corrupt, self.rig.now)
-            self.rig.settle()
-
-    # Time and death.
+    # Time, death and restart.
 
     def time_passes(self, steps: int, _b: int) -> None:
         for _ in range(steps):
@@ -160,25 +191,33 @@ class World:
     def silence(self, _a: int, _b: int) -> None:
         self.rig.pass_time(0.5)
 
-    def prefill_dies(self, _a: int, _b: int) -> None:
-        if self.rig.ps[0].is_alive:
-            self.rig.kill_p()
-            self.computed.clear()
+    def long_silence(self, _a: int, _b: int) -> None:
+        """Beyond the grace time, with nothing heard: whoever holds memory is fenced."""
+        self.rig.pass_time(31.0)
+
+    def prefill_dies(self, rank: int, _b: int) -> None:
+        p = self.prefill(rank)
+        if p.is_alive:
+            self.rig.kill_p(p)
+            self.computed = {leg: n for leg, n in self.computed.items() if leg[0] != p.tp}
 
     def death_is_known(self, _a: int, _b: int) -> None:
-        if not self.rig.ps[0].is_alive:
-            self.rig.hear_of_death()
+        for p in self.rig.ps:
+            if not p.is_alive:
+                self.rig.hear_of_death(p)
+
+    def decode_dies(self, rank: int, _b: int) -> None:
+        self.rig.kill_d(self.decode(rank))
 
     def ends_well(self) -> None:
         """When the world is kind again, all is over within the longest deadline."""
         self.death_is_known(0, 0)
         for _ in range(45):
             self.rig.flow()
-            self.prefill_computes(0, 2)
+            for _ in range(4):
+                self.prefill_computes(0, 2)
             self.rig.land_all()
             self.rig.scan()
-            while self.rig.ds[0].verifying:
-                self.blocks_are_verified(0, 0)
             self.decode_finishes(0, 0)
             self.rig.pass_time(2.0)
         self.rig.flow()
@@ -191,7 +230,8 @@ WEIGHTS: Final[dict[Act, int]] = {
     World.late_leg_comes: 1,
     World.decode_admits: 3,
     World.goes_as_far_as_transfer: 6,
-    World.prefill_computes: 16,
+    World.prefill_computes: 12,
+    World.all_prefill_ranks_compute: 6,
     World.decode_aborts: 3,
     World.prefill_aborts: 1,
     World.decode_finishes: 3,
@@ -204,25 +244,26 @@ WEIGHTS: Final[dict[Act, int]] = {
     World.write_ends: 6,
     World.all_writes_end_well: 6,
     World.decode_looks_at_its_slots: 5,
-    World.blocks_are_verified: 3,
     World.time_passes: 2,
     World.silence: 1,
+    World.long_silence: 1,
     World.prefill_dies: 1,
     World.death_is_known: 1,
+    World.decode_dies: 1,
 }
 ACTS: Final = [act for act, weight in WEIGHTS.items() for _ in range(weight)]
 
 
-class TwoPeers(RuleBasedStateMachine):
-    """Handshakes, chunks, aborts and deaths; messages late, doubled, lost and out of order.
+class SeveralPeers(RuleBasedStateMachine):
+    """Handshakes, chunks, aborts, deaths; messages and frames late, doubled, lost, out of order.
 
     One rule with weights instead of a rule each: hypothesis leaves rules out at random, and a
     run without its rarest step would never see a transfer.
     """
 
-    @initialize(checksums=st.booleans())
-    def start(self, checksums: bool) -> None:
-        self.world = World(checksums)
+    @initialize(shape=st.sampled_from(SHAPES), ways=st.sampled_from(WAYS))
+    def start(self, shape: Shape, ways: tuple[str, ...]) -> None:
+        self.world = World(shape, ways)
         self.rig = self.world.rig
         self.over: dict[int, tuple[Sender | Receiver, State]] = {}
 
@@ -232,25 +273,34 @@ class TwoPeers(RuleBasedStateMachine):
 
     @invariant()
     def every_block_and_slot_has_one_owner(self) -> None:
-        held = [block for blocks, _ in self.rig.ds[0].books.kept.values() for block in blocks]
-        assert sorted(held + self.rig.ds[0].books.free) == list(range(24))
-        slots = [slot for _, slot in self.rig.ds[0].books.kept.values()]
-        assert sorted(slots + self.rig.ds[0].books.slots) == list(range(8))
+        for d in self.rig.ds:
+            held = [block for blocks, _ in d.books.kept.values() for block in blocks]
+            assert sorted(held + d.books.free) == list(range(POOL))
+            slots = [slot for _, slot in d.books.kept.values()]
+            assert sorted(slots + d.books.slots) == list(range(8))
 
     @invariant()
     def what_a_peer_may_still_write_is_kept_for_it(self) -> None:
         for flight in self.rig.flights.values():
-            if not flight.has_landed:
+            if not flight.has_landed and self.rig.is_let_in(flight):
                 self.rig.check_flight(flight)
 
     @invariant()
+    def what_is_let_in_is_kept_for_it(self) -> None:
+        for d in self.rig.ds:
+            assert d.admitted.keys() <= d.books.kept.keys()
+
+    @invariant()
     def sources_are_pinned_while_they_are_read(self) -> None:
-        assert {flight.key for flight in self.rig.flights.values()} <= self.rig.ps[0].sources
+        for flight in self.rig.flights.values():
+            assert flight.key in flight.source.sources
 
     @invariant()
     def a_terminal_state_is_never_left(self) -> None:
-        rooms: list[Sender | Receiver] = list(self.rig.p.rooms.values())
-        for room in rooms + list(self.rig.d.rooms.values()):
+        rooms: list[Sender | Receiver] = []
+        for rank in self.rig.ranks:
+            rooms.extend(rank.desk.rooms.values())
+        for room in rooms:
             before = self.over.get(id(room))
             assert before is None or before[1] is room.state
             if room.state in TERMINAL:
@@ -258,7 +308,8 @@ class TwoPeers(RuleBasedStateMachine):
 
     @invariant()
     def tables_that_peers_fill_are_bounded(self) -> None:
-        assert len(self.rig.p.early) <= 3
+        for p in self.rig.ps:
+            assert len(p.desk.early) <= EARLY * len(p.desk.sessions.all())
 
     def teardown(self) -> None:
         kinds = Counter(type(one).__name__ for one in self.rig.heard)
@@ -267,10 +318,21 @@ class TwoPeers(RuleBasedStateMachine):
         self.world.ends_well()
 
 
-TwoPeers.TestCase.settings = settings(
-    max_examples=40,
+QUICK: Final = settings(
+    max_examples=60,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-test_two_peers = TwoPeers.TestCase
+SeveralPeers.TestCase.settings = QUICK
+test_several_peers = SeveralPeers.TestCase
+
+
+class SeveralPeersForLong(SeveralPeers):
+    """The same, with more of everything."""
+
+
+SeveralPeersForLong.TestCase.settings = settings(QUICK, max_examples=3000, stateful_step_count=120)
+test_several_peers_for_long = pytest.mark.soak(
+    pytest.mark.timeout(3600)(SeveralPeersForLong.TestCase)
+)
