@@ -79,6 +79,62 @@ async def check(cluster: Cluster, prompt: list[int], wanted: dict[tuple[int, ...
     assert together.headers["x-pd-path"] == "local"
 
 
+LAYOUTS = {  # (prefill, decode) as tp, dp
+    "P TP2 -> D TP1": ((2, 1), (1, 1)),
+    "P TP1 -> D TP2": ((1, 1), (2, 1)),
+    "P TP2 -> D DP2": ((2, 1), (1, 2)),
+    "P TP4 -> D TP2": ((4, 1), (2, 1)),  # two kv heads: replicas on the prefill side
+}
+
+
+def layouts() -> list[Any]:
+    """Each for one family, and one of them for all; the default run has one."""
+    slow = [pytest.mark.slow]
+    first, *rest = LAYOUTS
+    return [
+        pytest.param("llama", first),
+        *(pytest.param(family, first, marks=slow) for family in (DEFAULT, "qwen2", "qwen3")),
+        *(pytest.param("llama", layout, marks=slow) for layout in rest),
+    ]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("family", "layout"), layouts())
+async def test_greedy_answers_equal_generate_between_unequal_layouts(
+    tmp_path: Path, family: str, layout: str
+) -> None:
+    """CASE 63: shards compute together (gloo), and each kv head finds the rank that needs it."""
+    from tests.device import tiny
+
+    oracle = tiny.make(family, tmp_path / "model")
+    write_tokenizer(tmp_path / "model", tiny.VOCAB)
+    prefill, decode = (parallel(*sizes) for sizes in LAYOUTS[layout])
+    tables = settings(tmp_path / "model")
+    cluster = Cluster.make(
+        tmp_path, 1, 1, 0, tables, per_role={"prefill": prefill, "decode": decode}
+    )
+    cluster.startup_s = 90.0
+    prompts = [tiny.prompt(length, 7) for length in LENGTHS]
+    mixed = [tiny.prompt(1 + 11 * i % 90, 50 + i) for i in range(16)]
+    sampling = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+
+    async def check_one(prompt: list[int]) -> None:
+        answer = await cluster.post("/generate", {"prompt": prompt, "sampling_params": sampling})
+        assert answer.ids == tiny.answer(oracle, prompt, TOKENS)
+        assert answer.headers["x-pd-path"] == "disagg"
+
+    async with cluster.running():
+        for prompt in prompts:
+            await check_one(prompt)
+        await asyncio.gather(*(check_one(prompt) for prompt in mixed))
+        await cluster.until_baseline()
+
+
+def parallel(tp: int, dp: int) -> Tables:
+    world = tp * dp
+    return {"parallel": {"world_size": world, "devices_per_node": world, "tp": tp, "dp": dp}}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("many", [1, 2])
