@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import TypeAlias
 
@@ -20,6 +20,7 @@ from _pytest.mark import ParameterSet
 from pdrt.config import FaultSection, TransferSection
 from pdrt.data.memory import HostMemory, PoolMemory
 from pdrt.data.process import this_process
+from pdrt.data.transport.checked import CheckedTransport
 from pdrt.data.transport.choosing import Choosing
 from pdrt.data.transport.faulty import FaultyTransport
 from pdrt.data.transport.memfabric import Store, open_memfabric
@@ -78,11 +79,24 @@ def _faulty(make: Make, faults: FaultSection | None = None) -> Make:
     return lambda memory: FaultyTransport(make(memory), faults)
 
 
+class _Checked(CheckedTransport):
+    """All its peers ask for checksums."""
+
+    async def attach(self, peer: Peer) -> None:
+        await super().attach(replace(peer, checksums=True))
+
+
+def _checked(memory: HostMemory) -> Transport:
+    assert isinstance(memory, PoolMemory)
+    return _Checked(_shm()(memory), memory)
+
+
 MAKERS: dict[str, Maker] = {
     "shm": Maker(_shm(), _shm_target),
     "at once": Maker(_shm(AT_ONCE), _shm_target),
     "faulty": Maker(_faulty(_shm()), _shm_target),
     "delayed": Maker(_faulty(_shm(), FaultSection(delay=0.5, delay_s=0.002)), _shm_target),
+    "checked": Maker(_checked, _shm_target),
     "tcp": Maker(_tcp),
     "faulty tcp": Maker(_faulty(_tcp), _tcp),
     "auto": Maker(lambda memory: Choosing([_shm()(memory), _tcp(memory)])),
