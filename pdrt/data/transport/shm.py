@@ -115,7 +115,8 @@ class ShmTransport:
             job.is_copying = True
         error = self._copy(job, lane.memory)
         with self._lock:
-            self._end(job, error)
+            del self._jobs[write.id]
+        self._ends.put_nowait(Ended(write.id, error))  # we are the loop: nobody is to be woken
 
     def abort(self, write: int) -> None:
         with self._lock:
