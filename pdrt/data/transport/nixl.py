@@ -280,9 +280,8 @@ def open_nixl(
 
 
 def _library(bindings: Sequence[str]) -> ModuleType:
-    with suppress(
-        OSError
-    ):  # it is loaded by UCX's own copy of it otherwise, and both crash at exit
+    # Loaded before NIXL's own copy, the system's does not mix with it; else both crash at exit.
+    with suppress(OSError):
         ctypes.CDLL("libibverbs.so.1")
     problems = list[str]()
     for name in bindings:
