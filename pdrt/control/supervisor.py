@@ -182,7 +182,7 @@ class Supervisor(Actor[Mail]):
             )
 
     def _lost(self, handle: Handle, lost: Lost) -> None:
-        """Of a tensor-parallel group the others end too, but its requests need not wait for that."""
+        """Its group is over too: the requests do not wait until the others have ended."""
         self._condition.faulted(self._wall())
         self._dispatcher.worker_lost(handle.rank.dp, lost.problem)
         self._parts.side.lost(handle.rank)
