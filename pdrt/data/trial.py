@@ -21,7 +21,7 @@ from pdrt.config import TransferSection
 from pdrt.data.memory import PoolMemory
 from pdrt.data.process import this_process
 from pdrt.data.transport.choose import open_transport
-from pdrt.data.transport.promise import Ended, Key, Peer, Write
+from pdrt.data.transport.promise import Ended, Key, Peer, Transport, Write
 from pdrt.errors import PdrtError, TransferFailed
 from pdrt.keys import ClusterKey
 from pdrt.messages import KvLayout
@@ -33,30 +33,38 @@ _BLOCKS: Final = (64 << 20) // _LAYOUT.block_bytes
 _KEY: Final[Key] = (1, 0)
 
 
-async def move(config: TransferSection, local_ip: str) -> float:
-    """GB/s of the second of two writes, whose bytes were looked at. Raises PdrtError."""
+async def trial(config: TransferSection, local_ip: str) -> float:
+    """GB/s of one transport between two memories of this process. Raises PdrtError."""
     key = ClusterKey(secrets.token_bytes(32))
-    here, there = PoolMemory(_LAYOUT, _BLOCKS, 1), PoolMemory(_LAYOUT, _BLOCKS, 1)
-    here.pool_view[:] = np.random.default_rng(7).bytes(len(here.pool_view))
+    here, there = memory(), memory()
     writer = open_transport(config, here, local_ip, key)
     target = open_transport(config, there, local_ip, key)
     try:
-        target.admit(_KEY, np.array([[0, there.size]], dtype=np.int64))
-        await writer.attach(Peer("doctor", this_process(), there.region(target.offers)))
-        ends = writer.ends()
-        runs, seconds = _scattered(here.pool_at), 0.0
-        for number in (1, 2):
-            there.array[there.pool_at :] = 0
-            began = time.perf_counter()
-            writer.start(Write(number, "doctor", runs, key=_KEY))
-            await _well_ended(ends, number)
-            seconds = time.perf_counter() - began
-        if here.pool_view != there.pool_view:
-            raise TransferFailed("what arrived is not what was sent")
-        return len(here.pool_view) / seconds / 1e9
+        return await move(writer, here, target, there)
     finally:
         await writer.close()
         await target.close()
+
+
+def memory() -> PoolMemory:
+    return PoolMemory(_LAYOUT, _BLOCKS, 1)
+
+
+async def move(writer: Transport, here: PoolMemory, target: Transport, there: PoolMemory) -> float:
+    """GB/s of the second of two writes, whose bytes were looked at. Raises PdrtError."""
+    here.pool_view[:] = np.random.default_rng(7).bytes(len(here.pool_view))
+    target.admit(_KEY, np.array([[0, there.size]], dtype=np.int64))
+    await writer.attach(Peer("doctor", this_process(), there.region(target.offers)))
+    ends, runs, seconds = writer.ends(), _scattered(here.pool_at), 0.0
+    for number in (1, 2):
+        there.array[there.pool_at :] = 0
+        began = time.perf_counter()
+        writer.start(Write(number, "doctor", runs, key=_KEY))
+        await _well_ended(ends, number)
+        seconds = time.perf_counter() - began
+    if here.pool_view != there.pool_view:
+        raise TransferFailed("what arrived is not what was sent")
+    return len(here.pool_view) / seconds / 1e9
 
 
 def _scattered(pool_at: int) -> np.typing.NDArray[np.int64]:
@@ -76,7 +84,7 @@ async def _well_ended(ends: AsyncIterator[Ended], number: int) -> None:
 
 
 def try_out(config: TransferSection, local_ip: str) -> float:
-    """`move` in a new process. Raises TransferFailed, after LIMIT_S at the latest."""
+    """`trial` in a new process. Raises TransferFailed, after LIMIT_S at the latest."""
     command = [sys.executable, "-m", "pdrt.data.trial", config.model_dump_json(), local_ip]
     try:
         done = subprocess.run(command, capture_output=True, timeout=LIMIT_S, check=False)
@@ -96,7 +104,7 @@ def main(config: str, local_ip: str) -> None:
     told: dict[str, float | str]
     try:
         section = TransferSection.model_validate_json(config)
-        told = {"gb_per_s": asyncio.run(move(section, local_ip))}
+        told = {"gb_per_s": asyncio.run(trial(section, local_ip))}
     except PdrtError as error:
         told = {"error": str(error)}
     sys.stdout.write(f"\n{_MARK}{json.dumps(told)}\n")

@@ -19,7 +19,8 @@ from pdrt.data.memory import PoolMemory
 from pdrt.data.process import this_process
 from pdrt.data.transport.promise import Ended, Write
 from pdrt.data.transport.shm import ShmTransport
-from pdrt.errors import ConfigError
+from pdrt.data.trial import memory, move
+from pdrt.errors import ConfigError, TransferFailed
 from pdrt.messages import FROM_PREFILL, Attached, Process, Rank, encode
 from tests.data.managers import SOURCE, Make, Side, route_to, side
 
@@ -196,3 +197,29 @@ async def test_a_transport_that_carries_nothing_is_a_start_up_error(fault: Fault
     async with opened(wrong(fault)) as pair:
         with pytest.raises(ConfigError, match=r"shm: this worker cannot write to itself"):
             await pair.p.manager.try_transports()
+
+
+# What `pdrt doctor` does.
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("lies", "what arrived is not what was sent"), ("fails", "no route to host")],
+)
+async def test_a_trial_believes_no_transport_that_says_that_it_wrote(
+    fault: Fault, says: str
+) -> None:
+    here, there = memory(), memory()
+    writer, target = WrongShm(here, fault), ShmTransport(there, threads=1)
+    with pytest.raises(TransferFailed, match=says):
+        await move(writer, here, target, there)
+    await writer.close()
+    await target.close()
+
+
+async def test_a_trial_tells_how_fast_it_was() -> None:
+    here, there = memory(), memory()
+    writer, target = ShmTransport(here, threads=1), ShmTransport(there, threads=1)
+    assert await move(writer, here, target, there) > 0.05
+    await writer.close()
+    await target.close()
