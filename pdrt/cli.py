@@ -12,17 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 from rich.console import Console
 
 from pdrt import __version__, config
+from pdrt.bench.commands import bench
 from pdrt.config import NodeConfig, RouterConfig, SchedulerSection, TransportName
 from pdrt.errors import ConfigError, PdrtError
+from pdrt.given import demo_model_directory, with_key, with_model
 
 if TYPE_CHECKING:
-    from pdrt.keys import ClusterKey
     from pdrt.up.layout import Wanted
 
 app = typer.Typer(
@@ -33,13 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-bench = typer.Typer(
-    help="Measurements that anyone can run again.",
-    no_args_is_help=True,
-    epilog="Example: `pdrt bench first-token`",
-)
 app.add_typer(bench, name="bench")
-C = TypeVar("C", NodeConfig, RouterConfig)
 
 
 class RoleName(StrEnum):
@@ -145,106 +140,6 @@ def bench_first_token(
     raise typer.Exit(bring_up(wanted, defaults, _out(), os.environ, meanwhile))
 
 
-@bench.command(
-    "transfer",
-    epilog="Examples: `pdrt bench transfer` · `pdrt bench transfer --transport shm,tcp --batch 64"
-    " --json transfer.json --plot transfer.png` · two hosts: `pdrt bench transfer --listen"
-    " 10.0.0.2:18900` on one, `pdrt bench transfer --connect 10.0.0.2:18900` on the other",
-)
-def bench_transfer(
-    transport: Annotated[
-        str, typer.Option(help="all, or some of shm, tcp, nixl, mooncake, memfabric.")
-    ] = "all",
-    sizes: Annotated[
-        str, typer.Option(help="Block sizes: by powers of two (4K..64M), or a list (64K,1M).")
-    ] = "4K..64M",
-    batch: Annotated[str, typer.Option(help="Scattered blocks of one write: a list.")] = "1,64",
-    rounds: Annotated[int, typer.Option(help="Turns of each transport; figures are medians.")] = 7,
-    seconds: Annotated[
-        float, typer.Option(help="About how long all turns may take; each moves a batch at least.")
-    ] = 120.0,
-    pool: Annotated[str, typer.Option(help="Memory of each side that blocks lie in.")] = "512M",
-    listen: Annotated[
-        str, typer.Option(help="HOST:PORT: be the side that is written to, for another host.")
-    ] = "",
-    connect: Annotated[
-        str, typer.Option(help="HOST:PORT: write to the one that listens there.")
-    ] = "",
-    wait: Annotated[
-        float, typer.Option(min=1.0, max=86400.0, help="Seconds that --listen waits.")
-    ] = 600.0,
-    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
-    plot: Annotated[str, typer.Option(help="Draw them here: .png, .svg or .pdf.")] = "",
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no tables.")] = False,
-) -> None:
-    """How fast each installed transport moves KV blocks, beside memcpy in the same run.
-
-    Two processes on this machine, or with --listen and --connect on two. Every round gives each
-    transport a turn, and what the last round moved is checked.
-    """
-    from pdrt.bench.cases import wanted
-    from pdrt.bench.shell import Report, leave, place_of
-    from pdrt.bench.shell import listen as be_target
-    from pdrt.bench.shell import transfer as measure
-
-    if listen and connect:
-        raise ConfigError("give --listen on one host and --connect on the other, not both here")
-    if listen:
-        leave(be_target(listen, _bench_key(listen, "--listen"), wait, _out()))
-    asked = wanted(sizes, batch, transport, rounds, seconds, pool)
-    place = place_of(connect, _bench_key(connect, "--connect")) if connect else None
-    leave(measure(asked, Report(json_file, plot, quiet), _out(), place))
-
-
-@bench.command("control", epilog="Example: `pdrt bench control --rooms 1000`")
-def bench_control(
-    rooms: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Rooms one at a time, and as many 64 at once.")
-    ] = 1000,
-    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
-    quiet: Annotated[bool, typer.Option("--quiet", help="No table.")] = False,
-) -> None:
-    """What a request costs beside computing and moving its KV: handshakes, slots, descriptors.
-
-    Rooms go through a real prefill and a real decode manager in two processes.
-    """
-    from pdrt.bench.control import control
-    from pdrt.bench.shell import Report
-
-    raise typer.Exit(control(rooms, Report(json_file, is_quiet=quiet), _out()))
-
-
-@bench.command("overlap", epilog="Example: `pdrt bench overlap --prompts 10`")
-def bench_overlap(
-    model: Annotated[
-        str, typer.Option(help="A model's directory, or llama-100m or tiny: random ones made here.")
-    ] = "llama-100m",
-    tokens: Annotated[int, typer.Option(min=2, max=1_000_000, help="Of each prompt.")] = 2048,
-    prompts: Annotated[int, typer.Option(min=1, max=1000, help="One after the other.")] = 5,
-    transport: Annotated[str, typer.Option(help="How KV moves: auto, shm, tcp ...")] = "",
-    dtype: DtypeOption = "float32",
-    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
-) -> None:
-    """How soon after a prompt is computed its KV is whole on the decode side.
-
-    Between a real prefill and a real decode worker: as a share of the time of computing.
-    """
-    from pdrt.bench.overlap import overlap
-    from pdrt.bench.random_model import NAMED, prepared
-    from pdrt.bench.shell import Report
-
-    if model in NAMED:
-        model = str(prepared(config.cache_dir(), model, NAMED[model]))
-    chosen = {
-        "model": {"path": model, "dtype": dtype},
-        "device": {"threads": max(1, len(os.sched_getaffinity(0)) // 2)},
-        "transfer": {"transport": transport} if transport else {},
-    }
-    settings = _with_model(config.load(NodeConfig, None, options=chosen))
-    raise typer.Exit(overlap(settings, tokens, prompts, Report(json_file, is_quiet=quiet), _out()))
-
-
 @app.command(
     "demo-model",
     epilog="Example: `pdrt generate 'Hello' --model $(pdrt demo-model --path)`",
@@ -255,7 +150,7 @@ def demo_model(
     ] = False,
 ) -> None:
     """Prepare the demo model (SmolLM2-135M-Instruct, 269 MB) in your cache directory."""
-    made = _demo_model()
+    made = demo_model_directory()
     typer.echo(made if path else f"the demo model is in {made}")
 
 
@@ -314,7 +209,7 @@ def generate(
     settings = config.load(NodeConfig, None, options={"model": chosen})
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    raise typer.Exit(run_here(text, _with_model(settings), sampling, _out(), is_chat=chat))
+    raise typer.Exit(run_here(text, with_model(settings), sampling, _out(), is_chat=chat))
 
 
 @app.command(epilog="Example: `pdrt chat --url http://127.0.0.1:8000`")
@@ -381,7 +276,7 @@ def node_settings(conf: Path | None) -> NodeConfig:
         if conf is not None and is_router(conf):
             raise ConfigError(f"{conf} is a router's: pdrt router --conf {conf}") from error
         raise
-    return _with_model(_with_key(settings, config.is_loopback(settings.parallel.local_ip)))
+    return with_model(with_key(settings, config.is_loopback(settings.parallel.local_ip)))
 
 
 def router_settings(conf: Path | None, named: Mapping[str, str]) -> RouterConfig:
@@ -401,7 +296,7 @@ def router_settings(conf: Path | None, named: Mapping[str, str]) -> RouterConfig
         raise
     hosts = [t.http for t in (*settings.prefill, *settings.decode, *settings.hybrid)]
     is_local = all(map(_is_loopback_target, hosts)) and config.is_loopback(settings.local_ip)
-    return _with_key(settings, is_local)
+    return with_key(settings, is_local)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -425,24 +320,6 @@ def _out() -> Console:
     return Console(highlight=False)
 
 
-def _with_model(settings: NodeConfig) -> NodeConfig:
-    """The same with the model's real directory (or `null`). Raises ConfigError."""
-    from pdrt.modelspec import NULL_PATH, ModelSpec
-
-    path = settings.model.path
-    if path == "demo":
-        path = str(_demo_model())
-    elif path != NULL_PATH:
-        path = str(Path(path).expanduser().resolve())
-        if not Path(path, "config.json").is_file():
-            raise ConfigError(
-                f"[model] path: {path} holds no config.json: name the directory of a Hugging Face"
-                " model, `demo` for the demo model, or `null` for none"
-            )
-    ModelSpec.read(path, settings.model.max_model_len)
-    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
-
-
 def _measured(wanted: Wanted, defaults: NodeConfig) -> Wanted:
     """The same with its model's directory and size, and the memory asked for.
 
@@ -450,7 +327,7 @@ def _measured(wanted: Wanted, defaults: NodeConfig) -> Wanted:
     """
     from pdrt.modelspec import ModelSpec
 
-    path, kv_memory = _with_model(defaults).model.path, defaults.scheduler.kv_memory
+    path, kv_memory = with_model(defaults).model.path, defaults.scheduler.kv_memory
     for tp in (wanted.prefill_tp, wanted.decode_tp):
         ModelSpec.read(path).check_tp(tp)
     return replace(
@@ -459,60 +336,6 @@ def _measured(wanted: Wanted, defaults: NodeConfig) -> Wanted:
         weights=sum(file.stat().st_size for file in Path(path).glob("*.safetensors")),
         kv_memory=0 if kv_memory == SchedulerSection().kv_memory else kv_memory,
     )
-
-
-def _demo_model() -> Path:
-    """The demo model's directory, made when it is not there, with its progress on stderr."""
-    from pdrt import demo
-
-    cache = config.cache_dir()
-    if demo.is_prepared(cache):
-        return demo.directory(cache)
-    console = Console(stderr=True, highlight=False)
-    with console.status("preparing the demo model") as status:
-
-        def tell(stage: str) -> None:
-            console.print(f"demo model: {stage}", style="dim", markup=False)
-            status.update(f"demo model: {stage}")
-            if stage.startswith("downloading"):
-                status.stop()  # pip draws its own progress
-            else:
-                status.start()
-
-        return demo.prepare(cache, tell)
-
-
-def _with_key(settings: C, is_local: bool) -> C:
-    """Processes of one user on loopback share a key file; anything else must name its key."""
-    try:
-        has_key = settings.security.cluster_key() is not None
-    except ConfigError as error:
-        advice = "make one with `openssl rand -hex 32`, the same on all hosts"
-        raise ConfigError(f"{error}; {advice}") from error
-    if not is_local or has_key:
-        return settings
-    from pdrt.userkey import make_key
-
-    file = config.user_key_file()
-    make_key(file)
-    security = settings.security.model_copy(update={"key_file": str(file)})
-    return settings.model_copy(update={"security": security})
-
-
-def _bench_key(address: str, option: str) -> ClusterKey:
-    """The cluster key of both ends: named, or on loopback the user's. Raises ConfigError."""
-    from pdrt.bench.control_line import split_address
-
-    host, _ = split_address(address, option)
-    settings = _with_key(config.load(NodeConfig, None), config.is_loopback(host))
-    key = settings.security.cluster_key()
-    if key is None:
-        raise ConfigError(
-            f"{option} {address} is not loopback: a cluster key is needed, the same on both hosts:"
-            " PDRT_SECURITY_KEY_FILE=FILE or PDRT_SECURITY_KEY; make one with `openssl rand -hex"
-            " 32`"
-        )
-    return key
 
 
 def _targets(text: str) -> list[dict[str, str]]:

@@ -1,0 +1,140 @@
+"""The commands of `pdrt bench`: as thin as those of `pdrt`, each imports what it runs."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from pdrt import config
+from pdrt.config import NodeConfig
+from pdrt.errors import ConfigError
+from pdrt.given import with_key, with_model
+
+if TYPE_CHECKING:
+    from pdrt.keys import ClusterKey
+
+bench = typer.Typer(
+    help="Measurements that anyone can run again.",
+    no_args_is_help=True,
+    epilog="Examples: `pdrt bench transfer` · `pdrt bench first-token`",
+)
+
+
+@bench.command(
+    "transfer",
+    epilog="Examples: `pdrt bench transfer` · `pdrt bench transfer --transport shm,tcp --batch 64"
+    " --json transfer.json --plot transfer.png` · two hosts: `pdrt bench transfer --listen"
+    " 10.0.0.2:18900` on one, `pdrt bench transfer --connect 10.0.0.2:18900` on the other",
+)
+def bench_transfer(
+    transport: Annotated[
+        str, typer.Option(help="all, or some of shm, tcp, nixl, mooncake, memfabric.")
+    ] = "all",
+    sizes: Annotated[
+        str, typer.Option(help="Block sizes: by powers of two (4K..64M), or a list (64K,1M).")
+    ] = "4K..64M",
+    batch: Annotated[str, typer.Option(help="Scattered blocks of one write: a list.")] = "1,64",
+    rounds: Annotated[int, typer.Option(help="Turns of each transport; figures are medians.")] = 7,
+    seconds: Annotated[
+        float, typer.Option(help="About how long all turns may take; each moves a batch at least.")
+    ] = 120.0,
+    pool: Annotated[str, typer.Option(help="Memory of each side that blocks lie in.")] = "512M",
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT: be the side that is written to, for another host.")
+    ] = "",
+    connect: Annotated[
+        str, typer.Option(help="HOST:PORT: write to the one that listens there.")
+    ] = "",
+    wait: Annotated[
+        float, typer.Option(min=1.0, max=86400.0, help="Seconds that --listen waits.")
+    ] = 600.0,
+    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
+    plot: Annotated[str, typer.Option(help="Draw them here: .png, .svg or .pdf.")] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no tables.")] = False,
+) -> None:
+    """How fast each installed transport moves KV blocks, beside memcpy in the same run.
+
+    Two processes on this machine, or with --listen and --connect on two. Every round gives each
+    transport a turn, and what the last round moved is checked.
+    """
+    from pdrt.bench.cases import wanted
+    from pdrt.bench.shell import Report, leave, place_of
+    from pdrt.bench.shell import listen as be_target
+    from pdrt.bench.shell import transfer as measure
+
+    if listen and connect:
+        raise ConfigError("give --listen on one host and --connect on the other, not both here")
+    if listen:
+        leave(be_target(listen, _bench_key(listen, "--listen"), wait, Console(highlight=False)))
+    asked = wanted(sizes, batch, transport, rounds, seconds, pool)
+    place = place_of(connect, _bench_key(connect, "--connect")) if connect else None
+    leave(measure(asked, Report(json_file, plot, quiet), Console(highlight=False), place))
+
+
+@bench.command("control", epilog="Example: `pdrt bench control --rooms 1000`")
+def bench_control(
+    rooms: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Rooms one at a time, and as many 64 at once.")
+    ] = 1000,
+    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No table.")] = False,
+) -> None:
+    """What a request costs beside computing and moving its KV: handshakes, slots, descriptors.
+
+    Rooms go through a real prefill and a real decode manager in two processes.
+    """
+    from pdrt.bench.control import control
+    from pdrt.bench.shell import Report
+
+    raise typer.Exit(control(rooms, Report(json_file, is_quiet=quiet), Console(highlight=False)))
+
+
+@bench.command("overlap", epilog="Example: `pdrt bench overlap --prompts 10`")
+def bench_overlap(
+    model: Annotated[
+        str, typer.Option(help="A model's directory, or llama-100m or tiny: random ones made here.")
+    ] = "llama-100m",
+    tokens: Annotated[int, typer.Option(min=2, max=1_000_000, help="Of each prompt.")] = 2048,
+    prompts: Annotated[int, typer.Option(min=1, max=1000, help="One after the other.")] = 5,
+    transport: Annotated[str, typer.Option(help="How KV moves: auto, shm, tcp ...")] = "",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "float32",
+    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
+) -> None:
+    """How soon after a prompt is computed its KV is whole on the decode side.
+
+    Between a real prefill and a real decode worker: as a share of the time of computing.
+    """
+    from pdrt.bench.overlap import overlap
+    from pdrt.bench.random_model import NAMED, prepared
+    from pdrt.bench.shell import Report
+
+    if model in NAMED:
+        model = str(prepared(config.cache_dir(), model, NAMED[model]))
+    chosen = {
+        "model": {"path": model, "dtype": dtype},
+        "device": {"threads": max(1, len(os.sched_getaffinity(0)) // 2)},
+        "transfer": {"transport": transport} if transport else {},
+    }
+    settings = with_model(config.load(NodeConfig, None, options=chosen))
+    report = Report(json_file, is_quiet=quiet)
+    raise typer.Exit(overlap(settings, tokens, prompts, report, Console(highlight=False)))
+
+
+def _bench_key(address: str, option: str) -> ClusterKey:
+    """The cluster key of both ends: named, or on loopback the user's. Raises ConfigError."""
+    from pdrt.bench.control_line import split_address
+
+    host, _ = split_address(address, option)
+    settings = with_key(config.load(NodeConfig, None), config.is_loopback(host))
+    key = settings.security.cluster_key()
+    if key is None:
+        raise ConfigError(
+            f"{option} {address} is not loopback: a cluster key is needed, the same on both hosts:"
+            " PDRT_SECURITY_KEY_FILE=FILE or PDRT_SECURITY_KEY; make one with `openssl rand -hex"
+            " 32`"
+        )
+    return key

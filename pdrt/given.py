@@ -1,0 +1,70 @@
+"""What the command line leaves open, completed: a real model directory, a cluster key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+
+from pdrt import config
+from pdrt.config import NodeConfig, RouterConfig
+from pdrt.errors import ConfigError
+
+C = TypeVar("C", NodeConfig, RouterConfig)
+
+
+def with_model(settings: NodeConfig) -> NodeConfig:
+    """The same with the model's real directory (or `null`). Raises ConfigError."""
+    from pdrt.modelspec import NULL_PATH, ModelSpec
+
+    path = settings.model.path
+    if path == "demo":
+        path = str(demo_model_directory())
+    elif path != NULL_PATH:
+        path = str(Path(path).expanduser().resolve())
+        if not Path(path, "config.json").is_file():
+            raise ConfigError(
+                f"[model] path: {path} holds no config.json: name the directory of a Hugging Face"
+                " model, `demo` for the demo model, or `null` for none"
+            )
+    ModelSpec.read(path, settings.model.max_model_len)
+    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
+
+
+def demo_model_directory() -> Path:
+    """The demo model's directory, made when it is not there, with its progress on stderr."""
+    from pdrt import demo
+
+    cache = config.cache_dir()
+    if demo.is_prepared(cache):
+        return demo.directory(cache)
+    console = Console(stderr=True, highlight=False)
+    with console.status("preparing the demo model") as status:
+
+        def tell(stage: str) -> None:
+            console.print(f"demo model: {stage}", style="dim", markup=False)
+            status.update(f"demo model: {stage}")
+            if stage.startswith("downloading"):
+                status.stop()  # pip draws its own progress
+            else:
+                status.start()
+
+        return demo.prepare(cache, tell)
+
+
+def with_key(settings: C, is_local: bool) -> C:
+    """Processes of one user on loopback share a key file; anything else must name its key."""
+    try:
+        has_key = settings.security.cluster_key() is not None
+    except ConfigError as error:
+        advice = "make one with `openssl rand -hex 32`, the same on all hosts"
+        raise ConfigError(f"{error}; {advice}") from error
+    if not is_local or has_key:
+        return settings
+    from pdrt.userkey import make_key
+
+    file = config.user_key_file()
+    make_key(file)
+    security = settings.security.model_copy(update={"key_file": str(file)})
+    return settings.model_copy(update={"security": security})
