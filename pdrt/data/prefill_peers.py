@@ -1,8 +1,8 @@
 """The prefill ranks that write to a decode rank: attached, pinged, suspected, given up.
 
-Who is proven dead: a process whose end the kernel told (same host), and one whose place (rank,
-address and bootstrap server) has been registered anew by another process in a newer epoch. The
-same process in a newer epoch proves nothing: it may still write.
+Who is proven dead: a process whose end the kernel told (same host), and one that answers no pings
+while its place (rank, address and bootstrap server) is registered anew by another process in a
+newer epoch. The same process in a newer epoch proves nothing: it may still write.
 
 A peer that lives but keeps memory in quarantine beyond the grace time is fenced: it gets no new
 attempts until it has let go of all that is overdue, or is another process. The memory that it
@@ -151,8 +151,8 @@ class PrefillPeers:
         return gone
 
     def _is_superseded(self, peer: PrefillPeer, route: Route, server: Server) -> bool:
-        if peer.process.host == self._attach.process.host:
-            return False
+        if peer.health is not Health.DEAD or peer.process.host == self._attach.process.host:
+            return False  # who answers is not dead, whoever has its place; it may be draining
         return any(
             at == server
             and (heir := route.ranks.get(rank)) is not None

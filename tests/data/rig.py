@@ -416,11 +416,13 @@ class Rig:
         """Nothing is left of anything."""
         for p in self.ps:
             assert not p.desk.rooms
+            assert not len(p.desk.writes)
             assert not p.desk.quarantined
             assert not len(p.desk.early)
             assert not p.sources
         for d in self.ds:
             assert not d.desk.rooms
+            assert not len(d.desk.writers)
             assert not d.desk.quarantined
             assert not d.books.kept
             assert not d.slots.waiting

@@ -337,6 +337,12 @@ def test_whether_a_rank_writes_is_part_of_the_signature() -> None:
     assert rig.p.counters["dropped_forged_handshake"] == 1
 
 
+def test_who_need_not_write_is_held_to_the_prompt_all_the_same() -> None:
+    rig = attached(REPLICAS)
+    hears(rig, shake(rig.ds[0], decode_ranks=1, writes=False, blocks=b"", first_block=3))
+    assert problem_of(rig, SendFailed).code == "bad_message"
+
+
 # Replicas: one writes, the others need not.
 
 
@@ -553,12 +559,34 @@ def test_less_than_that_proves_nothing(change: dict[str, object]) -> None:
 def test_on_one_host_only_the_kernel_proves_a_death() -> None:
     rig = ready(Rig())
     rig.send_all(A)
-    rig.abort_receive(A)
     rig.ps[0].is_alive = False
+    rig.abort_receive(A)
+    for _ in range(40):
+        rig.pass_time(0.1)
+    assert list(rig.d.health().values()) == ["dead"]
+    assert not rig.ds[0].wishes
     rig.ps[0].life = 1
     rig.d.resolved(A, rig.d_route(), rig.now)
     rig.settle()
     assert not rig.has(Quiet, A)
+
+
+def test_who_still_answers_is_not_dead_whoever_has_its_place() -> None:
+    """It drains while its successor is up already."""
+    rig = Rig()
+    rig.ps[0].host = "far"
+    rig.ps[0].begin()
+    ready(rig)
+    rig.send_all(A)
+    rig.abort_receive(A)
+    rig.flow()
+    successor = replace(rig.ps[0].address, process=process(101, "far"), instance_epoch=1)
+    rig.d.resolved(A, replace(rig.d_route(), ranks={"0,0,0": successor}), rig.now)
+    rig.settle()
+    assert not rig.has(Quiet, A)
+    rig.land_all()
+    rig.flow()
+    assert rig.has(Quiet, A)
 
 
 def test_a_new_request_finds_the_heir_too() -> None:
