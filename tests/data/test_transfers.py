@@ -427,6 +427,31 @@ def test_a_lost_completion_is_given_up_in_bounded_time_and_decode_has_its_answer
     assert rig.has(Received, B)
 
 
+def test_a_lost_completion_is_given_up_though_the_peers_other_writes_end() -> None:
+    """CASES 10: a busy peer must not hide it; found by the soak."""
+    rig = ready()
+    rig.send(A, [1], 0, None)
+    (lost,) = rig.flights
+    rig.land(lost)
+    for room in range(100, 116):
+        rig.pass_time(0.5)
+        key = (room, 0)
+        if room == 110:
+            assert not rig.has(SendFailed, A), "5 s: others may have been ahead of it"
+        ready(key, rig)
+        rig.send_all(key)
+        for write in [w for w in rig.flights if w != lost]:
+            rig.land(write)
+            rig.end(write)
+        rig.flow()
+        assert rig.has(Received, key)
+        rig.finish(key)
+    assert "the transport is stalled" in problem_of(rig, SendFailed).message
+    rig.end(lost, "aborted")
+    rig.flow()
+    assert rig.has(Quiet, A)
+
+
 def test_our_own_sleep_is_not_taken_for_a_stalled_transport() -> None:
     rig = ready()
     rig.send_all(A)
