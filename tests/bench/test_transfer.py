@@ -47,10 +47,12 @@ def test_a_run_reports_each_way_in_each_case_and_every_byte_arrived(tmp_path: Pa
     """What did not arrive would be among `refused`, and its points missing."""
     out, file = io.StringIO(), tmp_path / "x.json"
     report = Report(json_file=str(file))
-    assert transfer(tiny("shm,memfabric"), report, Console(file=out, width=160)) == 0
+    assert transfer(tiny("shm,tcp,memfabric"), report, Console(file=out, width=160)) == 0
     points = json.loads(file.read_text())
     seen = {(p["transport"], p["block_bytes"], p["batch"]) for p in points}
-    assert seen == {(w, s, b) for w in ("memcpy", "shm") for s in (4096, 65536) for b in (1, 4)}
+    ways = ("memcpy", *STYLES, "shm", "tcp")
+    assert seen == {(w, s, b) for w in ways for s in (4096, 65536) for b in (1, 4)}
+    assert all(("of_plain_loop" in p) == (p["transport"] == "tcp") for p in points)
     assert all(p["gb_per_s"] > 0 and p["p99_us"] >= p["p50_us"] > 0 for p in points)
     assert "memfabric is not measured: " in out.getvalue()
 
