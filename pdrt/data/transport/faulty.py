@@ -73,6 +73,7 @@ class FaultyTransport:
         self._chances = {fault: float(getattr(faults, fault)) for fault in Fault}
         self._delay_s = faults.delay_s
         self._random = Random(faults.seed)
+        self._places = Random(faults.seed)  # what is damaged does not change who is next
         self._loop = asyncio.get_running_loop()
         self._commands: deque[Fault | None] = deque()
         self._held: dict[int, Write] = {}  # not started; in order of arrival
@@ -211,7 +212,7 @@ class FaultyTransport:
         """With a run or the slot not as it should be; what has neither cannot be spoilt."""
         runs = [n for n, (_, _, length) in enumerate(write.runs.tolist()) if length > 1]
         places = [*runs, None] if write.slot else runs
-        place = self._random.choice(places) if places else None
+        place = self._places.choice(places) if places else None
         if place is not None:
             return replace(write, runs=halves_exchanged(write.runs, place))
         return replace(write, slot=_spoilt(write.slot)) if write.slot else write
