@@ -20,7 +20,7 @@ from pdrt import duties, messages, parts, steps, telemetry
 from pdrt.data.process import this_process
 from pdrt.data.relay import pack_event, unpack_command
 from pdrt.device.backends import open_runner
-from pdrt.engine import Engine, Load
+from pdrt.devicethread import DeviceThread, Load
 from pdrt.link import Link
 from pdrt.messages import FromFollower, FromWorker, ToFollower, ToWorker
 from pdrt.spawn import WorkerSpec
@@ -37,7 +37,7 @@ class Follower:
         transfers: parts.MakeTransfers = parts.transfers,
     ) -> None:
         self._spec, self._link, self._open_transfers = spec, link, transfers
-        self._engine = Engine(spec, self._tell_loading, load)
+        self._device = DeviceThread(spec, self._tell_loading, load)
         self._head: Link[ToFollower, FromFollower] = Link(
             zmq.asyncio.Context.instance(), messages.TO_FOLLOWER, messages.FROM_FOLLOWER
         )
@@ -72,9 +72,9 @@ class Follower:
             self._head.close()
 
     async def _work(self, session: ClientSession) -> None:
-        engine = self._engine
-        await engine.load()
-        memory, endpoint = engine.memory, ""
+        device = self._device
+        await device.load()
+        memory, endpoint = device.memory, ""
         async with asyncio.TaskGroup() as tasks:
             if self._spec.role != "hybrid":
                 wake = self._transfers_news.set
@@ -85,7 +85,7 @@ class Follower:
                 tasks.create_task(self._tell_events(self._transfers))
             process, layout, blocks = this_process(), memory.layout, memory.blocks
             self._head.tell(messages.Hello(process=process, layout=layout, blocks=blocks))
-            await engine.join(await self._rendezvous)
+            await device.join(await self._rendezvous)
             self._head.tell(messages.Joined())
             self._link.tell(
                 messages.Ready(
@@ -93,12 +93,12 @@ class Follower:
                     process=process,
                     layout=layout,
                     blocks=blocks,
-                    eos_token_ids=tuple(engine.runner.eos_token_ids),
+                    eos_token_ids=tuple(device.runner.eos_token_ids),
                 )
             )
             if self._spec.role == "prefill":
                 lease = duties.stay_registered(
-                    self._spec, session, memory, endpoint, engine.max_len
+                    self._spec, session, memory, endpoint, device.max_len
                 )
                 tasks.create_task(lease)
             telemetry.settle()
@@ -132,7 +132,7 @@ class Follower:
         while True:
             step = await self._batches.get()
             batch, began = steps.unpack(step), time.monotonic()
-            await self._engine.run(self._engine.runner.execute, batch)
+            await self._device.run(self._device.runner.execute, batch)
             self._computed, self._step_s = step.number, time.monotonic() - began
             self._head.tell(messages.Stepped(number=step.number))
             self._carry_out()

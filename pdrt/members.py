@@ -21,7 +21,7 @@ from pdrt.data.group import Group
 from pdrt.data.manager import TransferStats
 from pdrt.data.relay import pack_command, unpack_event
 from pdrt.device.batch import SeqStep
-from pdrt.engine import Engine
+from pdrt.devicethread import DeviceThread
 from pdrt.errors import ConfigError
 from pdrt.link import Link
 from pdrt.messages import FromFollower, Hello, Join, Joined, Order, Rank, Stepped, ToFollower, Told
@@ -65,20 +65,20 @@ class Members:
         for link in self._links.values():
             link.close()
 
-    async def meet(self, engine: Engine) -> None:
+    async def meet(self, device: DeviceThread) -> None:
         """Until all are there and have joined us. Raises ConfigError when they do not fit."""
         await self._until(lambda: len(self._hellos) == len(self._links))
         for tp, hello in self._hellos.items():
-            self._check(tp, hello, engine)
+            self._check(tp, hello, device)
         place = f"rendezvous-{self._spec.rank.dp}.{self._spec.epoch}"  # no earlier group's
         rendezvous = self._spec.folder / place
         self._tell_all(Join(rendezvous=str(rendezvous)))
-        await engine.join(rendezvous)
+        await device.join(rendezvous)
         await self._until(lambda: len(self._joined) == len(self._links))
         rendezvous.unlink(missing_ok=True)
 
-    def _check(self, tp: int, hello: Hello, engine: Engine) -> None:
-        ours, theirs = engine.memory, self._rank(tp)
+    def _check(self, tp: int, hello: Hello, device: DeviceThread) -> None:
+        ours, theirs = device.memory, self._rank(tp)
         if different := ours.layout.differences(hello.layout):
             raise ConfigError(
                 f"the shards of workers {self._spec.rank} (here) and {theirs} (there) differ:"

@@ -27,7 +27,7 @@ from aiohttp import ClientSession
 from pdrt import duties, messages, parts, telemetry
 from pdrt.data.process import this_process
 from pdrt.device.backends import open_runner
-from pdrt.engine import Engine, Load
+from pdrt.devicethread import DeviceThread, Load
 from pdrt.errors import BadMessage, PdrtError, first_of
 from pdrt.follower import Follower
 from pdrt.link import Link
@@ -48,7 +48,7 @@ class Worker:
         self, spec: WorkerSpec, link: Link[ToWorker, FromWorker], load: Load = open_runner
     ) -> None:
         self._spec, self._link = spec, link
-        self._engine = Engine(spec, self._tell_loading, load)
+        self._device = DeviceThread(spec, self._tell_loading, load)
         self._wake = asyncio.Event()
         self._news = asyncio.Event()  # figures differ from those that were told
         self._stop = asyncio.Event()
@@ -78,27 +78,27 @@ class Worker:
                 self._members.close()
 
     async def _work(self, session: ClientSession) -> None:
-        engine = self._engine
-        await engine.load()
-        memory, endpoint = engine.memory, ""
-        self._sched = parts.scheduler(self._spec, engine.runner, memory.blocks)
+        device = self._device
+        await device.load()
+        memory, endpoint = device.memory, ""
+        self._sched = parts.scheduler(self._spec, device.runner, memory.blocks)
         async with asyncio.TaskGroup() as tasks:
             if self._spec.role != "hybrid":
                 endpoint = await self._open_transfers(session, tasks)
             if self._members is not None:
-                await self._members.meet(engine)
+                await self._members.meet(device)
             self._link.tell(
                 messages.Ready(
                     endpoint=endpoint,
                     process=this_process(),
                     layout=memory.layout,
                     blocks=memory.blocks,
-                    eos_token_ids=tuple(engine.runner.eos_token_ids),
+                    eos_token_ids=tuple(device.runner.eos_token_ids),
                 )
             )
             if self._spec.role == "prefill":
                 lease = duties.stay_registered(
-                    self._spec, session, memory, endpoint, engine.max_len
+                    self._spec, session, memory, endpoint, device.max_len
                 )
                 tasks.create_task(lease)
             telemetry.settle()
@@ -109,7 +109,7 @@ class Worker:
     async def _open_transfers(self, session: ClientSession, tasks: asyncio.TaskGroup) -> str:
         """The endpoint that peers are told."""
         wake = self._transfers_news.set
-        manager = parts.transfers(self._spec, self._engine.memory, session, wake)
+        manager = parts.transfers(self._spec, self._device.memory, session, wake)
         endpoint = await manager.start()
         tasks.create_task(manager.run())
         await manager.try_transports()
@@ -182,7 +182,7 @@ class Worker:
             began = time.monotonic()
             if self._members is not None:
                 await self._members.step(plan.batch)
-            drawn = await self._engine.run(self._engine.runner.execute, plan.batch)
+            drawn = await self._device.run(self._device.runner.execute, plan.batch)
             if self._members is not None:
                 self._members.computed()
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""A worker's engine: the device thread, with the model's shard and the KV memory in it.
+"""The device thread of a worker, with the model's shard and the KV memory in it.
 
 Loading and computing block, so they have a thread of their own; the event loop goes on meanwhile.
 """
@@ -27,7 +27,7 @@ Load: TypeAlias = Callable[[NodeConfig, Progress, int, int], Runner]  # tp rank 
 _MEET_S: Final = 60.0  # for the ranks of a group to come to a sum; the dead are noticed at once
 
 
-class Engine:
+class DeviceThread:
     """`load` first; `tell` hears of its progress, in the event loop."""
 
     def __init__(
