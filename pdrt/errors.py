@@ -155,9 +155,8 @@ def tree(root: type[PdrtError] = PdrtError) -> dict[str, type[PdrtError]]:
     return found
 
 
-def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_of(error: BaseException) -> BaseException:
     """What really went wrong in a task: the innermost first exception."""
-    error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import structlog
 import zmq.asyncio
-from aiohttp import ClientSession
 
-from pdrt import duties, messages, parts, steps, telemetry
+from pdrt import duties, messages, parts, steps
+from pdrt.data.events import TransferEvent
 from pdrt.data.process import this_process
 from pdrt.data.relay import pack_event, unpack_command
 from pdrt.device.backends import open_runner
-from pdrt.devicethread import DeviceThread, Load
+from pdrt.devicethread import Load
+from pdrt.life import Life
 from pdrt.link import Link
 from pdrt.messages import FromFollower, FromWorker, ToFollower, ToWorker
 from pdrt.spawn import WorkerSpec
@@ -34,76 +36,45 @@ class Follower:
         spec: WorkerSpec,
         link: Link[ToWorker, FromWorker],
         load: Load = open_runner,
-        transfers: parts.MakeTransfers = parts.transfers,
+        make_transfers: parts.MakeTransfers = parts.transfers,
     ) -> None:
-        self._spec, self._link, self._open_transfers = spec, link, transfers
-        self._device = DeviceThread(spec, self._tell_loading, load)
+        self._spec, self._link = spec, link
+        self._life = Life(spec, link, load, make_transfers)
+        self._device, self._stop = self._life.device, self._life.stopping
         self._head: Link[ToFollower, FromFollower] = Link(
             zmq.asyncio.Context.instance(), messages.TO_FOLLOWER, messages.FROM_FOLLOWER
         )
-        self._news = asyncio.Event()  # figures differ from those that were told
-        self._stop = asyncio.Event()
-        self._transfers_news = asyncio.Event()
         self._rendezvous: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._batches: asyncio.Queue[messages.Step] = asyncio.Queue(4)  # tp 0 waits for us
         self._orders: deque[messages.Order] = deque()
         self._computed, self._step_s = 0, 0.0
-        self._transfers: parts.OwnTransfers | None = None
 
     async def run(self) -> None:
         """Until the supervisor says stop. Raises what the worker cannot go on with."""
         self._head.connect(self._spec.group_endpoint(self._spec.rank.tp), watched=True)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                life = [
-                    tasks.create_task(self._link.run()),
-                    tasks.create_task(self._head.run()),
-                    tasks.create_task(self._listen()),
-                    tasks.create_task(self._follow()),
-                    tasks.create_task(duties.watch(self._head, "tp 0", self._stop)),
-                ]
-                async with ClientSession() as session, asyncio.TaskGroup() as inner:
-                    work = inner.create_task(self._work(session))
-                    await self._stop.wait()
-                    work.cancel()
-                for task in life:
-                    task.cancel()
+            await self._life.run(
+                self._work,
+                self._head.run(),
+                self._listen(),
+                self._follow(),
+                duties.watch(self._head, "tp 0", self._stop),
+            )
         finally:
             self._head.close()
 
-    async def _work(self, session: ClientSession) -> None:
-        device = self._device
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
+        device, life = self._device, self._life
         await device.load()
-        memory, endpoint = device.memory, ""
-        async with asyncio.TaskGroup() as tasks:
-            if self._spec.role != "hybrid":
-                wake = self._transfers_news.set
-                self._transfers = self._open_transfers(self._spec, memory, session, wake)
-                endpoint = await self._transfers.start()
-                tasks.create_task(self._transfers.run())
-                await self._transfers.try_transports()
-                tasks.create_task(self._tell_events(self._transfers))
-            process, layout, blocks = this_process(), memory.layout, memory.blocks
-            self._head.tell(messages.Hello(process=process, layout=layout, blocks=blocks))
-            await device.join(await self._rendezvous)
-            self._head.tell(messages.Joined())
-            self._link.tell(
-                messages.Ready(
-                    endpoint=endpoint,
-                    process=process,
-                    layout=layout,
-                    blocks=blocks,
-                    eos_token_ids=tuple(device.runner.eos_token_ids),
-                )
-            )
-            if self._spec.role == "prefill":
-                lease = duties.stay_registered(
-                    self._spec, session, memory, endpoint, device.max_len
-                )
-                tasks.create_task(lease)
-            telemetry.settle()
-            tasks.create_task(duties.report(self._link.tell, self._stats, self._news))
-            tasks.create_task(self._compute())
+        await life.open_transfers(tasks)
+        if life.transfers is not None:
+            tasks.create_task(life.follow(life.transfers, self._tell_events))
+        layout, blocks = device.memory.layout, device.memory.blocks
+        self._head.tell(messages.Hello(process=this_process(), layout=layout, blocks=blocks))
+        await device.join(await self._rendezvous)
+        self._head.tell(messages.Joined())
+        life.be_ready(tasks, self._stats)
+        tasks.create_task(self._compute())
 
     # What is heard.
 
@@ -136,32 +107,25 @@ class Follower:
             self._computed, self._step_s = step.number, time.monotonic() - began
             self._head.tell(messages.Stepped(number=step.number))
             self._carry_out()
-            self._news.set()
+            self._life.news.set()
 
     def _carry_out(self) -> None:
         """The orders that rest on no step that is still to be computed here."""
         while self._orders and self._orders[0].after <= self._computed:
-            assert self._transfers is not None, "a hybrid scheduler transfers nothing"
-            self._transfers.do(unpack_command(self._orders.popleft().command))
+            assert self._life.transfers is not None, "a hybrid scheduler transfers nothing"
+            self._life.transfers.do(unpack_command(self._orders.popleft().command))
 
-    async def _tell_events(self, transfers: parts.OwnTransfers) -> NoReturn:
-        """A task of its own: the manager tells of events in the middle of its calls."""
-        while True:
-            await self._transfers_news.wait()
-            self._transfers_news.clear()
-            for event in transfers.take_events():
-                self._head.tell(messages.Told(event=pack_event(event)))
-            self._news.set()
+    def _tell_events(self, events: Sequence[TransferEvent]) -> None:
+        for event in events:
+            self._head.tell(messages.Told(event=pack_event(event)))
+        self._life.news.set()
 
     # What is told.
 
-    def _tell_loading(self, loading: messages.Loading) -> None:
-        if not self._stop.is_set():  # the thread goes on to the end of what it does
-            self._link.tell(loading)
-
     def _stats(self) -> messages.Stats:
         """Requests and blocks are tp 0's to count; ours are the transfers."""
-        moved = self._transfers.stats() if self._transfers else None
+        transfers = self._life.transfers
+        moved = transfers.stats() if transfers else None
         return messages.Stats(
             rooms=moved.rooms if moved else 0,
             peers=moved.peers if moved else {},

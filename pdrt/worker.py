@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -22,14 +23,14 @@ import setproctitle
 import structlog
 import uvloop
 import zmq.asyncio
-from aiohttp import ClientSession
 
-from pdrt import duties, messages, parts, telemetry
-from pdrt.data.process import this_process
+from pdrt import messages, parts, telemetry
+from pdrt.data.events import TransferEvent
 from pdrt.device.backends import open_runner
-from pdrt.devicethread import DeviceThread, Load
+from pdrt.devicethread import Load
 from pdrt.errors import BadMessage, PdrtError, first_of
 from pdrt.follower import Follower
+from pdrt.life import Life
 from pdrt.link import Link
 from pdrt.members import GroupTransfers, Members
 from pdrt.messages import FromWorker, Output, Outputs, Problem, ToWorker
@@ -45,14 +46,16 @@ class Worker:
     """One life of a device worker with a scheduler, from its spec to its end."""
 
     def __init__(
-        self, spec: WorkerSpec, link: Link[ToWorker, FromWorker], load: Load = open_runner
+        self,
+        spec: WorkerSpec,
+        link: Link[ToWorker, FromWorker],
+        load: Load = open_runner,
+        make_transfers: parts.MakeTransfers = parts.transfers,
     ) -> None:
         self._spec, self._link = spec, link
-        self._device = DeviceThread(spec, self._tell_loading, load)
+        self._life = Life(spec, link, load, make_transfers)
+        self._device, self._stop = self._life.device, self._life.stopping
         self._wake = asyncio.Event()
-        self._news = asyncio.Event()  # figures differ from those that were told
-        self._stop = asyncio.Event()
-        self._transfers_news = asyncio.Event()
         self._step_s, self._tokens = 0.0, 0
         self._log = structlog.get_logger()
         self._sched: parts.AnyScheduler
@@ -61,64 +64,32 @@ class Worker:
 
     async def run(self) -> None:
         """Until the supervisor says stop. Raises what the worker cannot go on with."""
+        members = self._members
+        if members is None:
+            await self._life.run(self._work, self._listen())
+            return
         try:
-            async with asyncio.TaskGroup() as tasks:
-                life = [tasks.create_task(self._link.run()), tasks.create_task(self._listen())]
-                if self._members is not None:
-                    self._members.bind()
-                    life.append(tasks.create_task(self._members.run()))
-                async with ClientSession() as session, asyncio.TaskGroup() as inner:
-                    work = inner.create_task(self._work(session))
-                    await self._stop.wait()
-                    work.cancel()
-                for task in life:
-                    task.cancel()
+            members.bind()
+            await self._life.run(self._work, self._listen(), members.run())
         finally:
-            if self._members is not None:
-                self._members.close()
+            members.close()
 
-    async def _work(self, session: ClientSession) -> None:
-        device = self._device
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
+        device, members, life = self._device, self._members, self._life
         await device.load()
-        memory, endpoint = device.memory, ""
-        self._sched = parts.scheduler(self._spec, device.runner, memory.blocks)
-        async with asyncio.TaskGroup() as tasks:
-            if self._spec.role != "hybrid":
-                endpoint = await self._open_transfers(session, tasks)
-            if self._members is not None:
-                await self._members.meet(device)
-            self._link.tell(
-                messages.Ready(
-                    endpoint=endpoint,
-                    process=this_process(),
-                    layout=memory.layout,
-                    blocks=memory.blocks,
-                    eos_token_ids=tuple(device.runner.eos_token_ids),
-                )
-            )
-            if self._spec.role == "prefill":
-                lease = duties.stay_registered(
-                    self._spec, session, memory, endpoint, device.max_len
-                )
-                tasks.create_task(lease)
-            telemetry.settle()
-            tasks.create_task(duties.report(self._link.tell, self._stats, self._news))
-            tasks.create_task(self._log_steps())
-            tasks.create_task(self._steps())
-
-    async def _open_transfers(self, session: ClientSession, tasks: asyncio.TaskGroup) -> str:
-        """The endpoint that peers are told."""
-        wake = self._transfers_news.set
-        manager = parts.transfers(self._spec, self._device.memory, session, wake)
-        endpoint = await manager.start()
-        tasks.create_task(manager.run())
-        await manager.try_transports()
-        self._transfers = manager
-        if self._members is not None:
+        self._sched = parts.scheduler(self._spec, device.runner, device.memory.blocks)
+        await life.open_transfers(tasks)
+        self._transfers = own = life.transfers
+        if own is not None and members is not None:
             size = self._spec.config.parallel.tp
-            self._transfers = GroupTransfers(manager, self._members, size, wake)
-        tasks.create_task(self._follow_transfers(self._transfers))
-        return endpoint
+            self._transfers = GroupTransfers(own, members, size, life.wake.set)
+        if self._transfers is not None:
+            tasks.create_task(life.follow(self._transfers, self._heard))
+        if members is not None:
+            await members.meet(device)
+        life.be_ready(tasks, self._stats)
+        tasks.create_task(self._log_steps())
+        tasks.create_task(self._steps())
 
     # What is heard.
 
@@ -151,29 +122,25 @@ class Worker:
             output = Output(room=message.room, problem=problem, attempt=message.attempt)
             self._link.tell(Outputs(items=(output,)))
 
-    async def _follow_transfers(self, transfers: parts.Transfers) -> NoReturn:
-        """A task of its own: the manager tells of events in the middle of its calls."""
-        while True:
-            await self._transfers_news.wait()
-            self._transfers_news.clear()
-            now = time.monotonic()
-            for event in transfers.take_events():
-                self._sched.feed(event, now)
-            self._moved()
+    def _heard(self, events: Sequence[TransferEvent]) -> None:
+        now = time.monotonic()
+        for event in events:
+            self._sched.feed(event, now)
+        self._moved()
 
     def _moved(self) -> None:
         """Something changed, perhaps while a batch runs: act on it now, plan when it has ended."""
         if not self._stop.is_set():
             self._carry_out()
             self._wake.set()
-            self._news.set()
+            self._life.news.set()
 
     # Steps.
 
     async def _steps(self) -> NoReturn:
         while True:
             self._wake.clear()
-            self._news.set()
+            self._life.news.set()
             plan = self._sched.plan(time.monotonic())
             self._carry_out()
             if not plan.batch:
@@ -219,10 +186,6 @@ class Worker:
             self._link.tell(Outputs(items=tuple(said)))
 
     # What is told.
-
-    def _tell_loading(self, loading: messages.Loading) -> None:
-        if not self._stop.is_set():  # the thread goes on to the end of what it does
-            self._link.tell(loading)
 
     async def _log_steps(self) -> NoReturn:
         """A status line every so often while there is work."""
@@ -271,8 +234,8 @@ async def serve(spec: WorkerSpec) -> int:
     life = Follower(spec, link) if spec.rank.tp else Worker(spec, link)
     try:
         await life.run()
-    except ExceptionGroup as group:  # the shell: whatever it was, it is told, and we end
-        await _confess(link, first_of(group))
+    except (ExceptionGroup, OSError) as error:  # the shell: it is told, whatever it was; we end
+        await _confess(link, first_of(error))
         return 1
     finally:
         link.close(linger_ms=500)
