@@ -77,9 +77,11 @@ async def opened(make: Make | None = None, attach_s: float = 10.0) -> AsyncItera
     d = side("decode", lambda _: route_to(p.endpoint, this_process()))
     await p.start()
     await d.start()
-    yield Pair(p, d)
-    await d.stop()
-    await p.stop()
+    try:
+        yield Pair(p, d)
+    finally:
+        await d.stop()
+        await p.stop()
 
 
 def wrong_shm(side: Side) -> WrongShm:
