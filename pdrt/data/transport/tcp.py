@@ -22,6 +22,8 @@ Python's ssl has it from 3.13 on, and it would copy every byte once more on each
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -55,6 +57,7 @@ class TcpTransport:
         self._memory, self._key = memory, key
         self._stripes, self._connect_s = stripes, connect_s
         self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
         self._ends: asyncio.Queue[Ended | None] = asyncio.Queue()
         self._receiver = Receiver(memory, local_ip, key)
         self._lanes: dict[str, Lane] = {}
@@ -152,7 +155,10 @@ class TcpTransport:
         task.add_done_callback(self._leaving.discard)
 
     def _told(self, end: Ended) -> None:
-        """From any thread."""
+        """From any thread; mostly from the loop's, which reads the answers."""
+        if threading.get_ident() == self._loop_thread:
+            self._end(end)
+            return
         with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             self._loop.call_soon_threadsafe(self._end, end)
 
@@ -164,5 +170,10 @@ class TcpTransport:
 def open_tcp(
     config: TransferSection, memory: HostMemory, local_ip: str, key: ClusterKey
 ) -> TcpTransport:
-    """As the config says. To be called on the running loop."""
-    return TcpTransport(memory, local_ip, key, config.stripes)
+    """As the config says. To be called on the running loop.
+
+    Each stripe keeps a core busy on either side: more than half the cores would only take turns
+    (measured on 2 cores with 1 MiB blocks: one stripe 1.09 of a plain loop, two 0.88).
+    """
+    cores = len(os.sched_getaffinity(0))
+    return TcpTransport(memory, local_ip, key, min(config.stripes, max(1, cores // 2)))

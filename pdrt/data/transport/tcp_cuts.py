@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
 from pdrt.data.layout import Runs
 from pdrt.data.transport.tcp_wire import MAX_PAYLOAD, MAX_RUNS
 
-FRAME: Final = 1 << 20  # bytes: what is sent at least after an abort
+FRAME: Final = 8 << 20  # bytes; what has begun of one is still sent after an abort
 
 
 class Cuts:
@@ -18,28 +16,32 @@ class Cuts:
     def __init__(self, runs: Runs, frame: int = FRAME) -> None:
         assert 0 < frame <= MAX_PAYLOAD
         self._runs, self._frame = runs, frame
-        self._sums = np.cumsum(runs[:, 2])
+        self._sums = runs[:, 2].cumsum()
         self._row = 0  # the first that is not handed out in full
         self.total = int(self._sums[-1]) if len(runs) else 0
         self.done = 0
         self.is_begun = self.is_over = False
 
-    def next(self) -> Runs:
-        """At most a frame's bytes and runs; a write of nothing is one frame of nothing."""
-        row, end = self._row, self._end()
-        before = int(self._sums[row - 1]) if row else 0
-        skip = self.done - before  # handed out already of the first row
-        part = self._runs[row : max(end, row + 1)].copy()
-        if len(part):
-            part[0] += (skip, skip, -skip)
-        if end == row:  # what is left of the row is longer than a frame, or there is none
-            part[:, 2] = self._frame
-        self._row = end
-        self.done += int(part[:, 2].sum())
-        self.is_begun, self.is_over = True, self.done == self.total
-        return part
+    def next(self) -> tuple[Runs, int]:
+        """At most a frame's bytes and runs, and how many bytes these are.
 
-    def _end(self) -> int:
-        """The row that does not fit in full any more."""
-        end = int(np.searchsorted(self._sums, self.done + self._frame, side="right"))
-        return min(end, self._row + MAX_RUNS)
+        A write of nothing is one frame of nothing.
+        """
+        row, before = self._row, self.done
+        end = len(self._runs)
+        if self.total - before > self._frame or end - row > MAX_RUNS:
+            end = int(self._sums.searchsorted(before + self._frame, side="right"))
+            end = min(end, row + MAX_RUNS)
+        part = self._runs[row : max(end, row + 1)]
+        skip = before - int(self._sums[row - 1]) if row else before
+        if skip or end == row:
+            part = part.copy()
+            part[:1] += (skip, skip, -skip)
+        if end == row and len(part):  # what is left of the row is longer than a frame
+            part[0, 2] = self._frame
+            self.done += self._frame
+        else:
+            self.done = int(self._sums[end - 1]) if end else 0
+        self._row = end
+        self.is_begun, self.is_over = True, self.done == self.total
+        return part, self.done - before

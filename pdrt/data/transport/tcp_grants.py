@@ -20,21 +20,20 @@ from pdrt.data.transport.promise import Areas, Key
 class Permit:
     """Leave to fill some areas, until it is revoked."""
 
-    begins: Areas
-    ends: Areas
+    begins: Areas  # rising
+    ends: Areas  # of the area before the first (nothing), then of each
     is_revoked: bool = False
 
     def covers(self, runs: Areas) -> bool:
-        """Whether each run (offset, length >= 0) lies inside one area."""
+        """Whether each run (offset, length) lies inside one area."""
         if not len(runs):
             return True
-        if not len(self.begins):
+        # First the limits: nothing wraps around then.
+        if int(runs.min()) < 0 or int(runs.max()) > int(self.ends[-1]):
             return False
         offsets = runs[:, 0]
-        area = np.searchsorted(self.begins, offsets, side="right") - 1
-        # Compared as room left behind the offset: an offset near 2**63 must not wrap around.
-        left = self.ends[area] - offsets
-        return bool(((area >= 0) & (offsets >= 0) & (runs[:, 1] <= left)).all())
+        ends = self.ends[self.begins.searchsorted(offsets, side="right")]
+        return bool((offsets + runs[:, 1] <= ends).all())
 
 
 class Grants:
@@ -92,4 +91,4 @@ class Grants:
         is_first[1:] = begins[1:] > ends[:-1]
         firsts = np.flatnonzero(is_first)
         lasts = np.append(firsts[1:], len(begins)) - 1 if len(firsts) else firsts
-        return Permit(begins[firsts], ends[lasts])
+        return Permit(begins[firsts], np.concatenate(([-1], ends[lasts])))

@@ -132,7 +132,7 @@ class Outbox:
             self._end(job, job.stop or reason)
 
     def _cut(self, job: Job) -> Frame:
-        runs = job.cuts.next()
+        runs, payload = job.cuts.next()
         is_last = job.cuts.is_over
         if is_last:
             self._waiting.popleft()
@@ -145,7 +145,7 @@ class Outbox:
             is_last,
             job.cuts.done if is_last else 0,
             len(runs),
-            int(runs[:, 2].sum()),
+            payload,
             len(slot.data) if slot else 0,
         )
         return Frame(job, head, runs, slot)

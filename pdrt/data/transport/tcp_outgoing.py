@@ -15,6 +15,7 @@ from pdrt.data.transport.promise import SlotWrite
 from pdrt.data.transport.tcp_socket import Vector, cut, fresh, read_exactly, words
 from pdrt.data.transport.tcp_wire import (
     BANNER_BYTES,
+    MAX_PAYLOAD,
     MAX_RUNS,
     VERDICT_BYTES,
     VERDICTS,
@@ -44,16 +45,14 @@ class Outgoing:
         self._frame = FrameBuffer(keys.frames)
         self._frame_at = int(self._frame.array.ctypes.data) + self._frame.sent_at
         self._answers = Answers(keys.answers)
-        self._vector = Vector(1 + MAX_RUNS)
+        self._vector = Vector(1 + MAX_RUNS, MAX_PAYLOAD)
 
     def send(
         self, head: Head, base: int = 0, runs: Runs = NO_RUNS, slot: SlotWrite | None = None
     ) -> None:
         """One frame, its payload straight from `base` on. Waits for the peer. Raises OSError."""
         length = self._frame.pack(head, runs, slot)
-        self._vector.clear()
-        self._vector.add_one(self._frame_at, length)
-        self._vector.add(base, runs[:, 0], runs[:, 2])
+        self._vector.set(base, runs[:, ::2], head.payload, (self._frame_at, length))
         self._vector.send(self.sock.fileno())
         self.touched = time.monotonic()
 

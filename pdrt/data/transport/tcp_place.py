@@ -18,8 +18,9 @@ from pdrt.data.memory import HostMemory
 from pdrt.data.transport.promise import Areas, SlotWrite
 from pdrt.data.transport.tcp_arrivals import Arrival, Arrivals
 from pdrt.data.transport.tcp_grants import Grants, Permit
-from pdrt.data.transport.tcp_socket import Vector
+from pdrt.data.transport.tcp_socket import PIECE, Vector
 from pdrt.data.transport.tcp_wire import (
+    MAX_PAYLOAD,
     MAX_RUNS,
     Answer,
     Answers,
@@ -52,8 +53,9 @@ class Incoming:
         self._answers = Answers(keys.answers)
         self._arrivals, self._memory, self._grants, self._count = arrivals, memory, grants, count
         self._base = memory.address
-        self._vector = Vector(MAX_RUNS)
+        self._vector = Vector(MAX_RUNS, MAX_PAYLOAD)
         self._scratch = memoryview(bytearray(_SCRATCH))
+        self._wanted = 1
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
 
@@ -77,18 +79,19 @@ class Incoming:
         permit = self._grants.find(head.key)
         if error := arrival.error or _refusal(permit, areas, slot):
             self._refuse(head, arrival, error)
-        self._vector.clear()
-        self._vector.add(self._base, areas[:, 0], areas[:, 1])
+            self._drop(head.payload)
+            return
+        self._vector.set(self._base, areas, head.payload)
         while self._vector.left and permit and not arrival.error:
             if not self._grants.begin(permit):
                 self._refuse(head, arrival, _OVER)
                 break
             try:
-                count = self._vector.fill(self._fd)
+                is_more = self._vector.fill(self._fd)
             finally:
                 self._grants.end(permit)
-            if not count:
-                self._readable.poll()
+            if not is_more:
+                self._wait(min(self._vector.left, PIECE))
         self._drop(self._vector.left)
 
     def _refuse(self, head: Head, arrival: Arrival, error: str) -> None:
@@ -126,11 +129,18 @@ class Incoming:
             try:
                 count = self._sock.recv_into(view)
             except BlockingIOError:
-                self._readable.poll()
+                self._wait(1)
                 continue
             if not count:
                 raise ConnectionResetError("the connection was closed")
             view = view[count:]
+
+    def _wait(self, count: int) -> None:
+        """Until so many bytes are there, or the connection ends."""
+        if count != self._wanted:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            self._wanted = count
+        self._readable.poll()
 
     def _drop(self, count: int) -> None:
         while count:
