@@ -17,6 +17,7 @@ from pdrt.data.memory import PoolMemory
 from pdrt.device.backends import Progress, open_runner
 from pdrt.device.batch import Runner
 from pdrt.device.poolsize import host_bytes, pool_blocks
+from pdrt.errors import PeerLost
 from pdrt.messages import Loading
 from pdrt.modelspec import ModelSpec
 from pdrt.spawn import WorkerSpec
@@ -41,7 +42,18 @@ class DeviceThread:
         self.memory: PoolMemory
 
     async def load(self) -> None:
-        """Raises ConfigError and what else the device does not like."""
+        """Raises PeerLost when it takes too long, ConfigError and what else the device dislikes."""
+        within_s = self._spec.config.timeouts.startup_s
+        try:
+            async with asyncio.timeout(within_s):
+                await self._load_all()
+        except TimeoutError:
+            who = f"worker {self._spec.rank}"
+            raise PeerLost(
+                f"{who} did not load within {within_s:g} s ([timeouts] startup_s)"
+            ) from None
+
+    async def _load_all(self) -> None:
         config, rank = self._spec.config, self._spec.rank
         self.max_len = ModelSpec.read(config.model.path, config.model.max_model_len).max_model_len
         self.runner = await self.run(

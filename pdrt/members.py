@@ -2,15 +2,17 @@
 
 They come and say hello, join tp 0 for the forward pass, and from then on compute each of its
 steps and carry out its transfer commands. The promises: a command is carried out by a rank when
-it has computed the steps that tp 0 had computed when it gave it; no rank is more than one step
-behind; when one is gone, so are we (`run` raises).
+it has computed the steps that tp 0 had computed when it gave it; tp 0 begins a step when all have
+ended the last but one, so that no rank has more than two before it; when one is gone, does not
+come or is stuck, we are gone too (`run` or `meet` raises).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, NoReturn, TypeAlias
 
 import zmq.asyncio
 
@@ -22,20 +24,27 @@ from pdrt.data.manager import TransferStats
 from pdrt.data.relay import pack_command, unpack_event
 from pdrt.device.batch import SeqStep
 from pdrt.devicethread import DeviceThread
-from pdrt.errors import ConfigError
+from pdrt.errors import ConfigError, PeerLost
 from pdrt.link import Link
 from pdrt.messages import FromFollower, Hello, Join, Joined, Order, Rank, Stepped, ToFollower, Told
 from pdrt.spawn import WorkerSpec
+from pdrt.stall import LOOK_S, StallWatch
 
 ToldEvent: TypeAlias = Callable[[int, TransferEvent], None]
-_AHEAD: Final = 1  # steps that tp 0 has begun and a follower has not ended
+_MOST: Final = 2  # steps before a rank: the one under way, and the next, which need not be awaited
 
 
 class Members:
     """`bind` before the shard is loaded, `run` for as long as the group lives, then `close`."""
 
-    def __init__(self, spec: WorkerSpec, stopping: asyncio.Event) -> None:
-        self._spec, self._stopping = spec, stopping
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        stopping: asyncio.Event,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._spec, self._stopping, self._clock, self._sleep = spec, stopping, clock, sleep
         context = zmq.asyncio.Context.instance()
         self._links: dict[int, Link[FromFollower, ToFollower]] = {
             tp: Link(context, messages.FROM_FOLLOWER, messages.TO_FOLLOWER)
@@ -45,6 +54,7 @@ class Members:
         self._joined: set[int] = set()
         self._stepped = dict.fromkeys(self._links, 0)
         self._begun = self._computed = 0  # steps, by ourselves
+        self._stall = StallWatch()
         self._news = asyncio.Event()
         self.told: ToldEvent | None = None  # hears the followers' transfer events
 
@@ -54,8 +64,9 @@ class Members:
             link.bind(self._spec.group_endpoint(tp))
 
     async def run(self) -> None:
-        """Raises PeerLost when a follower is gone."""
+        """Raises PeerLost when a follower is gone, or when one of us is stuck."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._end_stall())
             for tp, link in self._links.items():
                 tasks.create_task(link.run())
                 tasks.create_task(self._listen(tp, link))
@@ -66,7 +77,23 @@ class Members:
             link.close()
 
     async def meet(self, device: DeviceThread) -> None:
-        """Until all are there and have joined us. Raises ConfigError when they do not fit."""
+        """Until all are there and have joined us.
+
+        Raises ConfigError when they do not fit, PeerLost when one does not come.
+        """
+        within_s = self._spec.config.timeouts.startup_s
+        try:
+            async with asyncio.timeout(within_s):
+                await self._meet(device)
+        except TimeoutError:
+            there = self._joined if len(self._hellos) == len(self._links) else self._hellos.keys()
+            absent = ", ".join(str(self._rank(tp)) for tp in self._links if tp not in there)
+            raise PeerLost(
+                f"worker {absent} of our group did not come within {within_s:g} s after we had"
+                " loaded ([timeouts] startup_s)"
+            ) from None
+
+    async def _meet(self, device: DeviceThread) -> None:
         await self._until(lambda: len(self._hellos) == len(self._links))
         for tp, hello in self._hellos.items():
             self._check(tp, hello, device)
@@ -94,13 +121,16 @@ class Members:
 
     async def step(self, batch: Sequence[SeqStep]) -> None:
         """Have it computed, before we begin it ourselves."""
-        await self._until(lambda: min(self._stepped.values()) >= self._begun - _AHEAD)
+        await self._until(lambda: self._begun - min(self._stepped.values()) < _MOST)
         self._begun += 1
+        self._stall.begun(sum(len(step.tokens) for step in batch), self._clock())
         self._tell_all(steps.pack(self._begun, batch))
 
     def computed(self) -> None:
         """We have the step that was begun; what is ordered from now on may rest on it."""
         self._computed = self._begun
+        self._stall.computed(self._clock())
+        self._stall.ended(self._ended)
 
     def order(self, tp: int, command: TransferCommand) -> None:
         self._links[tp].tell(Order(after=self._computed, command=pack_command(command)))
@@ -120,10 +150,26 @@ class Members:
                     self._joined.add(tp)
                 case Stepped(number=number):
                     self._stepped[tp] = number
+                    self._stall.ended(self._ended)
                 case Told(event=event):
                     assert self.told is not None, "a hybrid group transfers nothing"
                     self.told(tp, unpack_event(event))
             self._news.set()
+
+    @property
+    def _ended(self) -> int:
+        """The last step that all of us have ended."""
+        return min(self._computed, *self._stepped.values())
+
+    async def _end_stall(self) -> NoReturn:
+        """One that is stuck does not die by itself, and the others wait for it in their sums."""
+        while True:
+            await self._sleep(LOOK_S)
+            if lasted := self._stall.look():
+                number = self._ended + 1
+                done = {0: self._computed, **self._stepped}
+                late = ", ".join(str(self._rank(tp)) for tp, last in done.items() if last < number)
+                raise PeerLost(f"a step has lasted {lasted:g} s and has not ended on: {late}")
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():

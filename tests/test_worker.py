@@ -172,6 +172,15 @@ async def test_a_stop_while_the_model_loads_ends_the_worker_at_once(tmp_path: Pa
         assert not rig.device.may_load.is_set()
 
 
+async def test_a_worker_that_hangs_while_it_loads_ends_and_says_so(tmp_path: Path) -> None:
+    """Started anew it would never be ready, and its supervisor, which is, would wait."""
+    async with rigged(tmp_path, loaded=False, timeouts={"startup_s": 0.2}) as rig:
+        with pytest.raises(ExceptionGroup) as caught:
+            await rig.task
+        told = "worker 0,0,0 did not load within 0.2 s ([timeouts] startup_s)"
+        assert str(first_of(caught.value)) == told
+
+
 async def test_a_stop_during_a_long_step_ends_the_worker_at_once(tmp_path: Path) -> None:
     async with rigged(tmp_path) as rig:
         rig.device.may_step.clear()

@@ -27,6 +27,7 @@ from pdrt.device.null import NullRunner
 from pdrt.errors import ConfigError, PdrtError, PeerLost, first_of
 from pdrt.follower import Follower
 from pdrt.link import Link
+from pdrt.members import Members
 from pdrt.messages import (
     FromFollower,
     FromWorker,
@@ -48,6 +49,7 @@ from pdrt.messages import (
 )
 from pdrt.spawn import WorkerSpec
 from pdrt.worker import Worker
+from tests.fake_time import FakeTime
 from tests.test_worker import made_spec, submit
 
 
@@ -203,7 +205,7 @@ async def test_every_rank_computes_every_step_and_tp_0_alone_answers(tmp_path: P
         assert [len(batch[0].tokens) for batch in head.device.computed] == [39, 1, 1, 1, 1]
 
 
-async def test_a_rank_is_at_most_one_step_behind(tmp_path: Path) -> None:
+async def test_a_rank_has_at_most_two_steps_before_it(tmp_path: Path) -> None:
     async with group(tmp_path, Device(), Device()) as (head, follower):
         await head.until(Ready)
         follower.device.hold()
@@ -216,6 +218,21 @@ async def test_a_rank_is_at_most_one_step_behind(tmp_path: Path) -> None:
         assert (len(head.device.computed), len(follower.device.computed)) == (2, 0)
         follower.device.permits.release(1000)
         assert (await head.outputs())[-1].finish == "length"
+
+
+async def test_a_rank_that_does_not_come_is_named_and_ends_its_group(tmp_path: Path) -> None:
+    """Else a group that is started anew might never be ready, and nobody would say why."""
+    stuck = Device()
+    stuck.may_load.clear()
+    async with AsyncExitStack() as stack:
+        second = await member(stack, spec(tmp_path, 1, 3), Device())
+        await member(stack, spec(tmp_path, 2, 3), stuck)
+        head = await member(stack, spec(tmp_path, 0, 3, timeouts={"startup_s": 0.5}), Device())
+        assert await head.end() == (
+            "peer_lost: worker 0,0,2 of our group did not come within 0.5 s after we had loaded"
+            " ([timeouts] startup_s)"
+        )
+        assert await second.end() == "peer_lost: tp 0 of our group is gone"
 
 
 @pytest.mark.parametrize(
@@ -338,3 +355,42 @@ async def test_a_command_waits_for_the_steps_it_rests_on_and_for_no_other(tmp_pa
         assert await anext(head.heard) == Stepped(number=1)
         assert await anext(head.heard) == Told(event=pack_event(Quiet(8, 0)))
         assert await anext(head.heard) == Told(event=pack_event(Quiet(9, 0)))
+
+
+async def test_a_rank_that_is_stuck_in_a_step_ends_its_group_and_is_named(tmp_path: Path) -> None:
+    """Its loop still answers, so that nobody else would miss it for a minute."""
+    made, fake, heard = spec(tmp_path, 0, 3), FakeTime(), asyncio.Semaphore(0)
+    members = Members(made, asyncio.Event(), fake.clock, fake.sleep)
+    members.told = lambda _tp, _event: heard.release()
+    members.bind()
+    running = asyncio.create_task(members.run())
+    one_step = [SeqStep(1, [1], 0, [0], None)]
+    async with AsyncExitStack() as stack:
+        stack.callback(members.close)
+        followers = [follower_end(stack, made, tp) for tp in (1, 2)]
+        for number in (1, 2):
+            await members.step(one_step)
+            fake.now += 0.01
+            members.computed()
+            for follower in followers[: 3 - number]:  # tp 2 never ends step 2
+                await follower.on(Stepped(number=number))
+                await follower.on(Told(event=pack_event(Quiet(7, 0))))
+                await heard.acquire()
+        await fake.run_for(5.0)
+        assert not running.done()
+        await fake.run_for(0.6)
+        with pytest.raises(ExceptionGroup) as caught:
+            await running
+    assert str(first_of(caught.value)) == "a step has lasted 5.5 s and has not ended on: 0,0,2"
+
+
+def follower_end(
+    stack: AsyncExitStack, made: WorkerSpec, tp: int
+) -> Link[ToFollower, FromFollower]:
+    context = zmq.asyncio.Context.instance()
+    link: Link[ToFollower, FromFollower] = Link(
+        context, messages.TO_FOLLOWER, messages.FROM_FOLLOWER
+    )
+    link.connect(made.group_endpoint(tp))
+    stack.callback(link.close)
+    return link
