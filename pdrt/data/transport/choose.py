@@ -14,7 +14,7 @@ from pdrt.data.transport.mooncake import open_mooncake
 from pdrt.data.transport.nixl import open_nixl
 from pdrt.data.transport.promise import Transport
 from pdrt.data.transport.shm import ShmTransport
-from pdrt.data.transport.tcp import TcpTransport
+from pdrt.data.transport.tcp import open_tcp
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
 
@@ -48,7 +48,7 @@ def _open(
             case "shm":
                 yield ShmTransport(memory, config.threads)
             case "tcp":
-                yield TcpTransport(memory, local_ip, key, config.stripes)
+                yield open_tcp(config, memory, local_ip, key)
             case "nixl":
                 yield open_nixl(config, memory, local_ip)
             case "mooncake":

@@ -33,14 +33,14 @@ from pdrt.config import TransferSection
 from pdrt.data.memory import HostMemory
 from pdrt.data.transport.lane import fits
 from pdrt.data.transport.promise import Areas, Ended, Key, Peer, Write, offered
-from pdrt.data.transport.tcp_lane import Lane
+from pdrt.data.transport.tcp_lane import Lane, Patience
 from pdrt.data.transport.tcp_outgoing import Dialer
 from pdrt.data.transport.tcp_receive import Receiver
 from pdrt.data.transport.tcp_wire import MAX_SLOT, Offer
 from pdrt.errors import TransferFailed
 from pdrt.keys import ClusterKey
 
-CONNECT_S: Final = 2.0
+PATIENCE: Final = Patience()
 
 
 class TcpTransport:
@@ -52,10 +52,10 @@ class TcpTransport:
         local_ip: str,
         key: ClusterKey,
         stripes: int = 2,
-        connect_s: float = CONNECT_S,
+        patience: Patience = PATIENCE,
     ) -> None:
         self._memory, self._key = memory, key
-        self._stripes, self._connect_s = stripes, connect_s
+        self._stripes, self._patience = stripes, patience
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._ends: asyncio.Queue[Ended | None] = asyncio.Queue()
@@ -85,8 +85,10 @@ class TcpTransport:
     async def attach(self, peer: Peer) -> None:
         if peer.name in self._lanes:
             return
-        dialer = Dialer(Offer.unpack(offered(peer, self.name)), self._key, self._connect_s)
-        lane = Lane(self._memory, peer.region.size, dialer, self._told, self._stripes)
+        offer = Offer.unpack(offered(peer, self.name))
+        dialer = Dialer(offer, self._key, self._patience.connect_s)
+        size = peer.region.size
+        lane = Lane(self._memory, size, dialer, self._told, self._stripes, self._patience)
         try:
             await asyncio.to_thread(lane.open)
         except BaseException:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
 
 from pdrt.data.memory import HostMemory
 from pdrt.data.transport.promise import Ended, Write
@@ -25,8 +24,15 @@ from pdrt.data.transport.tcp_socket import cut, words
 from pdrt.data.transport.tcp_wire import NAME_BYTES, Head, Kind, Status
 from pdrt.errors import BadMessage, TransferFailed
 
-PATIENCE_S: Final = 1.0  # for a peer that is let go, to say that it places nothing more
-PONG_S: Final = 2.0
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a peer is waited for."""
+
+    connect_s: float = 2.0  # to be reached, and again to greet
+    idle_s: float = 1.0  # a connection that was silent for longer is tried first ...
+    pong_s: float = 2.0  # ... and answers within this
+    last_word_s: float = 1.0  # of a peer that is let go: that it places nothing more
 
 
 @dataclass(slots=True, eq=False)
@@ -48,9 +54,10 @@ class Lane:
         dialer: Dialer,
         tell: Callable[[Ended], None],
         stripes: int,
+        patience: Patience,
     ) -> None:
         self.size = size  # of the peer's memory
-        self._memory, self._dialer = memory, dialer
+        self._memory, self._dialer, self._patience = memory, dialer, patience
         self._loop = asyncio.get_running_loop()
         self._quiet = asyncio.Event()
         self._lock = threading.Lock()  # guards all that follows
@@ -92,7 +99,7 @@ class Lane:
             self._work.notify_all()
             self._look_quiet()
         with suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(self._patience.last_word_s):
                 await self._quiet.wait()
         with self._lock:
             self._is_over = True
@@ -146,11 +153,14 @@ class Lane:
             return True
         if outgoing.is_cut():
             raise ConnectionResetError("the connection was closed")
-        if outgoing.is_stale():
+        if outgoing.idle_s() > self._patience.idle_s:
             pongs = outgoing.pongs
             outgoing.send(Head(Kind.PING))
             with self._lock:
-                if not self._pong.wait_for(lambda: link.is_cut or outgoing.pongs > pongs, PONG_S):
+                is_told = self._pong.wait_for(
+                    lambda: link.is_cut or outgoing.pongs > pongs, self._patience.pong_s
+                )
+                if not is_told:
                     raise TimeoutError("it does not answer any more")
         return not link.is_cut
 

@@ -1,7 +1,6 @@
 """One connection to a peer: found, greeted, and then used by one thread to send.
 
-The loop reads the answers. A connection that was silent for a while is tried before it is
-trusted with a frame, for a network may have forgotten it without a word.
+The loop reads the answers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from pdrt.data.transport.tcp_wire import (
 from pdrt.errors import BadMessage, PeerLost, TransferFailed
 from pdrt.keys import ClusterKey
 
-IDLE_S: Final = 1.0  # silent for longer: try it first
 _READ: Final = 1 << 16
 
 
@@ -68,9 +66,9 @@ class Outgoing:
         self.touched = time.monotonic()
         return answers
 
-    def is_stale(self) -> bool:
-        """Whether it has been silent for so long that nobody knows."""
-        return time.monotonic() - self.touched > IDLE_S
+    def idle_s(self) -> float:
+        """For how long nothing has been sent or heard."""
+        return time.monotonic() - self.touched
 
     def is_cut(self) -> bool:
         """Whether its end has arrived, though nobody may have read of it yet."""
