@@ -10,7 +10,9 @@ import importlib.util
 import os
 import socket
 import tomllib
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -64,6 +66,7 @@ class Host:
     package: Callable[[TransportName], str | None] = installed.package
     devices: Callable[[TransportName], list[str]] = installed.devices
     trial: Callable[[TransferSection, str], float] = try_out
+    alone_s: float = 1.5  # that a trial has the host for itself; mostly it has ended by then
 
 
 def fine(what: str) -> Finding:
@@ -100,8 +103,7 @@ def examine(
     except ConfigError as error:
         yield wrong(f"config: {error}", "correct the file or the PDRT_* variable named there")
     way = address if _is_here(address) else "127.0.0.1"
-    for name in ORDER:
-        yield _transport(name, transfer, way, host or Host(), wrong if name in needed else note)
+    yield from _transports(transfer, way, host or Host(), needed)
     yield from _devices()
 
 
@@ -163,6 +165,10 @@ def _model(config: NodeConfig, cache: Path) -> Iterator[tuple[Finding, int]]:
     except PdrtError as error:
         yield wrong(f"model: {error}", "name another directory in [model] path"), 0
         return
+    try:
+        spec.check_tp(config.parallel.tp)
+    except ConfigError as error:
+        yield wrong(f"model: {path}: {error}", "choose another [parallel] tp"), 0
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     yield (
         fine(
@@ -181,7 +187,8 @@ def _memory(config: NodeConfig, weights: int) -> Iterator[Finding]:
     wanted = config.scheduler.kv_memory
     pool = int(wanted * total) if wanted <= 1 else int(wanted)
     workers = config.parallel.devices_per_node
-    need = workers * (pool + weights)
+    models = -(-workers // config.parallel.tp)  # its tp ranks share one
+    need = workers * pool + models * weights
     says = (
         f"memory: {need / 1e9:.1f} GB for {workers} worker(s) with a KV pool of"
         f" {pool / 1e9:.1f} GB each; {available / 1e9:.1f} GB are free"
@@ -274,6 +281,22 @@ def _peer(http: str) -> Finding:
             return fine(f"peer: {http} accepts connections")
     except (OSError, ValueError, ConfigError) as error:
         return note(f"peer: {http}: {error}", "start it, or correct the router's targets")
+
+
+def _transports(
+    config: TransferSection, address: str, host: Host, needed: Collection[str]
+) -> Iterator[Finding]:
+    """One after the other, so that each has the host for itself; but a slow one is not awaited."""
+    with ThreadPoolExecutor(len(ORDER)) as pool:
+        trials = deque[Future[Finding]]()
+        for name in ORDER:
+            bad = wrong if name in needed else note
+            trials.append(pool.submit(_transport, name, config, address, host, bad))
+            wait([trials[-1]], host.alone_s)
+            while trials and trials[0].done():
+                yield trials.popleft().result()
+        for trial in trials:
+            yield trial.result()
 
 
 def _transport(

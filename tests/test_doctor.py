@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +154,34 @@ def test_the_model_is_described_without_being_loaded(tmp_path: Path) -> None:
         assert word in found.what
 
 
+def test_tensor_parallel_ranks_share_the_weights_and_must_divide_the_model(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+        "max_position_embeddings": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(2_000_000_000)
+    text = f"[model]\npath = '{tmp_path}'\n[scheduler]\nkv_memory = 1e8\n[parallel]\n"
+    for parallel, need in (
+        ("", "2.1 GB for 1 "),
+        ("world_size = 2\ndevices_per_node = 2\ntp = 2", "2.2 GB for 2 "),
+        ("world_size = 4\ndevices_per_node = 4\ntp = 2\ndp = 2", "4.4 GB for 4 "),
+    ):
+        (found,) = of(look(tmp_path, text + parallel), "memory")
+        assert need in found.what
+    three = "world_size = 3\ndevices_per_node = 3\ntp = 3"
+    found, _ = of(look(tmp_path, text + three), "model")
+    assert found.verdict is Verdict.WRONG
+    assert "tp = 3: must divide the model's 4 attention heads" in found.what
+    assert "tp" in found.advice
+
+
 def test_a_demo_model_that_is_not_there_yet_is_no_fault(tmp_path: Path) -> None:
     (found,) = of(look(tmp_path, ""), "model")
     assert (found.verdict, found.advice) == (Verdict.NOTE, "pdrt demo-model")
@@ -198,6 +227,21 @@ def test_each_transport_has_a_line_that_says_what_it_moved(tmp_path: Path) -> No
     for line in lines[:2]:
         assert line.verdict is Verdict.FINE
         assert "64 MiB from and to host memory at 6.50 GB/s, all bytes compared" in line.what
+
+
+def test_a_trial_that_lasts_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    later = threading.Event()
+
+    def trial(config: TransferSection, _host: str) -> float:
+        if config.transport == "shm":
+            assert later.wait(20)
+            return 1.0
+        later.set()
+        return 2.0
+
+    lines = of(look(tmp_path, "", replace(HOST, trial=trial, alone_s=0.01)), "transport")
+    assert [line.what.split()[1].rstrip(":,;") for line in lines] == list(ORDER)
+    assert "1.00 GB/s" in lines[0].what
 
 
 @pytest.mark.parametrize(
