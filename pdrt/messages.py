@@ -361,8 +361,17 @@ class Pong:
     process: Process
 
 
+@_wire
+class Left:
+    """This process writes nothing any more, for no attempt, and will not: it ends."""
+
+    op: Literal["left"] = "left"
+    session: Short
+    process: Process
+
+
 FromPrefill: TypeAlias = Annotated[
-    Attached | Refused | Accepted | Started | Progress | Failed | Quiesced | Pong,
+    Attached | Refused | Accepted | Started | Progress | Failed | Quiesced | Pong | Left,
     Field(discriminator="op"),
 ]
 

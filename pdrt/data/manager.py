@@ -8,6 +8,7 @@ what is no message is counted and dropped. When one of its tasks fails, `run` fa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -116,6 +117,7 @@ class KVTransferManager:
         self._counters: Counter[str] = Counter()
         self._group: asyncio.TaskGroup | None = None
         self._is_expecting = asyncio.Event()  # a slot is waited for
+        self._is_idle = asyncio.Event()  # no attempt holds any memory
         self._reported_long = 0
         self.prefill_info_table: dict[tuple[str, int], Route] = {}
         self._asking: dict[tuple[str, int], list[out.FindRoute]] = {}
@@ -175,6 +177,25 @@ class KVTransferManager:
                 self._carry_out()
         finally:
             self._group = None
+
+    async def leave(self, seconds: float) -> None:
+        """The orderly end of a worker, while `run` runs: to be awaited before it is cancelled.
+
+        Every transfer is given up. Waits until none is open here or written to us by a peer,
+        `seconds` at most, then half a second at most until the peers were told so. After that
+        nothing is said to them any more.
+        """
+        if self._group is None:
+            return
+        ours = PeerLost(f"the {self.role} worker {self.rank} is stopping")
+        self._desk.leave(Problem.of(ours, "transfer"), self.clock())
+        self._carry_out()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._is_idle.wait()
+                self._desk.farewell()
+        self._carry_out()
+        await self._wire.say_goodbye()
 
     async def close(self) -> None:
         """End all writes, then let go of sockets, processes and memory."""
@@ -310,6 +331,10 @@ class KVTransferManager:
             self._do(desk.outbox.popleft(), self._group)
         if desk.events:
             self.wake()
+        if desk.rooms:
+            self._is_idle.clear()
+        else:
+            self._is_idle.set()
 
     def _do(self, effect: out.Outward, group: asyncio.TaskGroup) -> None:
         match effect:

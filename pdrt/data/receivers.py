@@ -59,6 +59,7 @@ from pdrt.messages import (
     Attached,
     Failed,
     FromPrefill,
+    Left,
     Pong,
     Problem,
     Process,
@@ -146,6 +147,14 @@ class Receivers:
             del self._past[key]
             self.events.append(Quiet(*key))
 
+    def leave(self, problem: Problem, now: float) -> None:
+        """Give up all of them."""
+        for receiver in list(self.rooms.values()):
+            self._feed(receiver, Withdrawn(problem.message), now)
+
+    def farewell(self) -> None:
+        """Nobody keeps memory for us: who wrote to us hears no more, and that is enough."""
+
     # What the bootstrap server tells.
 
     def resolved(self, key: Key, route: Route, now: float) -> None:
@@ -187,6 +196,8 @@ class Receivers:
                         self._check_attached(self.rooms[key], now)
             case Refused():
                 self._refused(message, now)
+            case Left():
+                self.died(message.process, now, "it has stopped, and all its writes have ended")
             case _:
                 self._about_attempt(message, now)
 
@@ -284,10 +295,10 @@ class Receivers:
             cause = damage(receiver, corrupt, self._me.attach.layout.kv_heads)
             self._break(receiver, TransferFailed, cause, now)
 
-    def died(self, process: Process, now: float) -> None:
+    def died(self, process: Process, now: float, cause: str = "its process has died") -> None:
         """Proof that a peer writes no more."""
         for peer in self.peers.died(process):
-            self._bury(peer, "its process has died", now)
+            self._bury(peer, cause, now)
 
     def _bury(self, peer: PrefillPeer, cause: str, now: float) -> None:
         receivers = [self.rooms[key] for key in peer.rooms if key in self.rooms]

@@ -7,6 +7,7 @@ attempt that is over is never bound again, and a handshake that comes too late i
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, deque
 from typing import assert_never
 
@@ -77,6 +78,7 @@ class Senders:
         self._outcomes: OrderedDict[Key, Problem | None] = OrderedDict()
         self._max_outcomes = limits.outcomes
         self._last_write = 0
+        self._leaving: Problem | None = None  # why nothing is begun any more
 
     # What the scheduler wants.
 
@@ -86,6 +88,9 @@ class Senders:
         if key in self.rooms:
             raise Illegal("senders", self.rooms[key].state, sender)
         self.rooms[key] = sender
+        if self._leaving:
+            self._feed(sender, Stopped(self._leaving))
+            return
         if problem := self._outcomes.get(key):  # decode gave it up before we heard of it
             self._feed(sender, DecodeLeft(problem))
             return
@@ -123,6 +128,21 @@ class Senders:
         """The scheduler gave it up."""
         if sender := self.rooms.get(key):
             self._feed(sender, Stopped(problem))
+
+    def leave(self, problem: Problem, _now: float) -> None:
+        """Give up all of them, and take no more."""
+        self._leaving = problem
+        for sender in list(self.rooms.values()):
+            self._feed(sender, Stopped(problem))
+        for shake in self.early.expired(math.inf):
+            if session := self.sessions.get(shake.session):
+                self._decline(session, (shake.room, shake.attempt), problem)
+
+    def farewell(self) -> None:
+        """After `leave`, once no room is left: whatever was lost on the way, here is the proof."""
+        assert not self.rooms
+        for session in self.sessions.all():
+            self._voice.left(session, self._me.process)
 
     # What the transport tells.
 
@@ -189,6 +209,8 @@ class Senders:
             self._shake_known(sender, session, shake)
         elif key in self._outcomes:
             self._repeat(session, key)
+        elif self._leaving:
+            self._decline(session, key, self._leaving)
         elif not shake.expires > wall:  # no number is no time to come either
             self._decline(session, key, self._problem(DeadlinePassed, key, "it came expired"))
         else:

@@ -11,7 +11,9 @@ from pdrt.messages import (
     Accepted,
     Failed,
     FromPrefill,
+    Left,
     Problem,
+    Process,
     Progress,
     Quiesced,
     Rank,
@@ -20,7 +22,7 @@ from pdrt.messages import (
 
 
 class Voice:
-    """One sentence a method; a session that is gone (None) is not spoken to."""
+    """One sentence a method, to one session."""
 
     def __init__(self, rank: Rank, outbox: deque[Outward]) -> None:
         self._rank, self._outbox = rank, outbox
@@ -53,6 +55,9 @@ class Voice:
     def quiesced(self, to: Session, key: Key) -> None:
         room, attempt = key
         self._say(to, Quiesced(session=to.name, room=room, attempt=attempt, rank=self._rank))
+
+    def left(self, to: Session, process: Process) -> None:
+        self._say(to, Left(session=to.name, process=process))
 
     def _say(self, to: Session, message: FromPrefill) -> None:
         self._outbox.append(Tell(to.endpoint, message))

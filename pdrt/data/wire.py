@@ -26,19 +26,24 @@ _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"pdrt"
 _DEPTH = 8192  # messages waiting, each way
 _LINGER_MS = 100
+_FAREWELL_MS = 500
 
 
 class Wire:
-    """Bind with `start`, then keep `guard` running: it lets peers in."""
+    """Bind with `start`, then keep `guard` running: it lets peers in.
+
+    What dials has a context of its own, which can be ended while the other still listens.
+    """
 
     def __init__(self, key: ClusterKey, local_ip: str) -> None:
         self._public, self._secret = key.curve_pair()
         self._local_ip = local_ip
         self._context = zmq.asyncio.Context()
-        self._plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
+        self._dialing: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
         self._pull = self._context.socket(zmq.PULL)
         self._push: dict[str, zmq.Socket[bytes]] = {}
+        self._is_silent = False
         self.endpoint = ""
 
     def start(self, port: int = 0) -> str:
@@ -63,7 +68,9 @@ class Wire:
         return self.endpoint
 
     def send(self, endpoint: str, frame: bytes) -> bool:
-        """False when the peer's queue is full or its address is none."""
+        """False when the peer's queue is full, its address is none, or we said goodbye."""
+        if self._is_silent:
+            return False
         try:
             self._to(endpoint).send(frame, zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -86,13 +93,23 @@ class Wire:
             request: Sequence[bytes] = await _or_lost(self._zap.recv_multipart())
             await _or_lost(self._zap.send_multipart(self._verdict(request)))
 
+    async def say_goodbye(self) -> None:
+        """Nothing is sent any more; waits, not long, until what was is out."""
+        self._is_silent = True  # a socket made from now on would keep the context from ending
+        self._drop_all(_FAREWELL_MS)
+        await asyncio.to_thread(self._dialing.term)
+
     def close(self) -> None:
-        for socket in self._push.values():
-            socket.close(linger=_LINGER_MS)
-        self._push.clear()
+        self._drop_all(_LINGER_MS)
         self._pull.close(linger=0)
         self._zap.close(linger=0)
+        self._dialing.term()
         self._context.term()
+
+    def _drop_all(self, linger_ms: int) -> None:
+        for socket in self._push.values():
+            socket.close(linger=linger_ms)
+        self._push.clear()
 
     def _verdict(self, request: Sequence[bytes]) -> list[bytes]:
         version, number = (*request, b"", b"")[:2]
@@ -108,7 +125,7 @@ class Wire:
     def _to(self, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._push.get(endpoint)
         if socket is None:
-            socket = self._plain.socket(zmq.PUSH)
+            socket = self._dialing.socket(zmq.PUSH)
             try:
                 self._secure(socket)
                 socket.curve_serverkey = self._public

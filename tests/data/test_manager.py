@@ -40,6 +40,8 @@ from pdrt.data.events import (
 from pdrt.data.handshake import signed
 from pdrt.data.process import this_process
 from pdrt.data.transport.faulty import Fault
+from pdrt.data.transport.promise import Write
+from pdrt.data.transport.shm import ShmTransport
 from pdrt.data.wire import Wire
 from pdrt.errors import ConfigError, NoPrefill, Unauthorized, Unavailable
 from pdrt.keys import ClusterKey
@@ -53,7 +55,7 @@ from pdrt.messages import (
     encode,
     pack_ids,
 )
-from tests.data.managers import HASH, KEY, LAYOUT, SOURCE, Side, record, route_to, side
+from tests.data.managers import HASH, KEY, LAYOUT, SOURCE, Make, Side, record, route_to, side
 
 
 class Pair(NamedTuple):
@@ -85,8 +87,9 @@ def local_ip(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-async def new_pair(local_ip: str = "127.0.0.1") -> Pair:
-    p = side("prefill", lambda _source: pytest.fail("prefill asks nobody"), local_ip=local_ip)
+async def new_pair(local_ip: str = "127.0.0.1", make: Make | None = None) -> Pair:
+    """`make`: the prefill side's transport."""
+    p = side("prefill", lambda _: pytest.fail("it asks nobody"), local_ip=local_ip, make=make)
     d = side("decode", lambda _source: route_to(p.endpoint, this_process()), local_ip=local_ip)
     await p.start()
     await d.start()
@@ -228,6 +231,58 @@ async def test_source_blocks_are_pinned_until_the_transport_has_let_go(pair: Pai
     pair.p.faulty.release(*pair.p.faulty.held)
     await pair.d.until(Received, 1)
     assert (await pair.p.until(SendEnded, 1)).problem is None
+
+
+async def test_a_prefill_worker_that_leaves_tells_decode_before_it_is_gone(pair: Pair) -> None:
+    """Elsewhere nobody would see that it has ended: its word frees decode's blocks."""
+    pair.p.faulty.next_writes(Fault.STALL)
+    await pair.shake(1, [0, 1, 2])
+    pair.p.manager.do(SendBlocks(1, 0, (0, 1, 2), 0, record(1, 40)))
+    await pair.p.manager.leave(5.0)
+    await pair.d.until(Quiet, 1)
+    failed = await pair.d.until(ReceiveFailed, 1)
+    assert "stopping" in failed.problem.message
+    assert failed.problem.is_retryable
+    assert (await pair.p.until(SendEnded, 1)).problem is not None
+    while pair.d.manager.stats().peers:  # its farewell
+        await asyncio.sleep(0)
+    await pair.p.manager.leave(5.0)  # said once
+
+
+class Stubborn(ShmTransport):
+    """Its writes do not end, whatever is done; probes do."""
+
+    def start(self, write: Write) -> None:
+        if write.key is None:
+            super().start(write)
+
+
+async def test_a_worker_leaves_in_bounded_time_though_a_write_does_not_end() -> None:
+    pair = await new_pair(make=lambda memory: Stubborn(memory, threads=1))
+    await pair.shake(1, [0, 1, 2])
+    pair.p.manager.do(SendBlocks(1, 0, (0, 1, 2), 0, record(1, 40)))
+    await pair.p.manager.leave(0.05)
+    await pair.d.until(ReceiveFailed, 1)
+    assert not pair.d.has(Quiet, 1)
+    assert pair.d.manager.stats().quarantined == 1
+    await pair.d.stop()
+    await pair.p.stop()
+
+
+async def test_a_decode_worker_that_leaves_waits_for_its_writers(pair: Pair) -> None:
+    pair.p.faulty.next_writes(Fault.STALL)
+    await pair.shake(1, [0, 1, 2])
+    pair.p.manager.do(SendBlocks(1, 0, (0, 1, 2), 0, record(1, 40)))
+    await pair.d.manager.leave(5.0)
+    assert pair.d.has(Quiet, 1)
+    assert pair.d.manager.stats().rooms == 0
+    await pair.p.until(SendEnded, 1)
+
+
+async def test_a_worker_that_never_served_has_nothing_to_leave() -> None:
+    never = side("decode", lambda _: pytest.fail("nobody asks"))
+    await never.manager.leave(1.0)
+    await never.stop()
 
 
 async def test_after_a_long_idle_time_the_first_request_finds_its_way(pair: Pair) -> None:

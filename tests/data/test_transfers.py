@@ -43,6 +43,7 @@ from tests.data.rig import KEY, LAYOUT, WALL, Rig, attach, process, record, rout
 
 A: Key = (1, 0)
 B: Key = (2, 0)
+C: Key = (3, 0)
 
 
 def ready(key: Key = A, rig: Rig | None = None) -> Rig:
@@ -924,3 +925,63 @@ def test_ready_is_told_to_all_that_waited_for_the_attach() -> None:
     rig.flow()
     assert all(rig.has(ReceiverReady, (room, 0)) for room in range(5))
     assert next(iter(rig.d.health().values())) == Health.ALIVE
+
+
+# The orderly end.
+
+STOPPING = Problem(code="peer_lost", message="the worker is stopping")
+
+
+def test_a_prefill_rank_that_leaves_frees_all_memory_it_could_have_written() -> None:
+    """Also that of a handshake which it never read: after its farewell it writes nothing."""
+    rig = ready()
+    rig.send_all(A)
+    ready(B, rig)
+    rig.open(C)
+    rig.flow()
+    rig.admit(C)
+    rig.expect((4, 0))
+    rig.p.leave(STOPPING, rig.now)
+    rig.settle()
+    assert rig.has(SendEnded, B)
+    assert not rig.has(SendEnded, A)
+    (write,) = rig.flights
+    rig.end(write, "aborted")
+    assert all(rig.has(SendEnded, key) for key in (A, B, (4, 0)))
+    rig.to_p.clear()
+    rig.p.farewell()
+    rig.settle()
+    rig.flow()
+    assert all(rig.has(Quiet, key) for key in (A, B, C))
+    assert rig.d.health() == {}
+    assert not rig.d.quarantined
+
+
+def test_nothing_is_begun_by_a_rank_that_leaves() -> None:
+    rig = ready()
+    tell_p(rig, handshake(rig, (10, 0), number=999))  # nobody expects it yet
+    rig.p.leave(STOPPING, rig.now)
+    rig.settle()
+    answers(rig)
+    tell_p(rig, handshake(rig, (11, 0), number=1000))
+    assert [type(answer) for answer in answers(rig)] == [Failed, Quiesced]
+    rig.expect((12, 0))
+    assert rig.has(SendEnded, (12, 0))
+    assert not rig.p.rooms
+    assert not len(rig.p.early)
+
+
+def test_a_decode_rank_that_leaves_stops_its_writers_and_waits_for_their_word() -> None:
+    rig = ready()
+    rig.send_all(A)
+    rig.open(B)
+    rig.d.leave(STOPPING, rig.now)
+    rig.settle()
+    assert list(rig.d.rooms) == [A]
+    rig.flow()
+    (write,) = rig.flights
+    rig.end(write, "aborted")
+    rig.flow()
+    assert rig.has(Quiet, A)
+    assert not rig.d.rooms
+    rig.d.farewell()
