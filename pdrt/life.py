@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from aiohttp import ClientSession
 
@@ -20,6 +20,7 @@ from pdrt.link import Link
 from pdrt.messages import FromWorker, ToWorker
 from pdrt.spawn import WorkerSpec
 
+_LEAVE_S: Final = 0.5  # for transfers to end when we stop; who hangs must not keep us
 Work: TypeAlias = Callable[[asyncio.TaskGroup], Coroutine[Any, Any, None]]
 
 
@@ -50,6 +51,8 @@ class Life:
             async with ClientSession() as self._session, asyncio.TaskGroup() as inner:
                 working = inner.create_task(_in_group(work))
                 await self.stopping.wait()
+                if self.transfers is not None:
+                    await self.transfers.leave(_LEAVE_S)
                 working.cancel()
             for each in others:
                 each.cancel()
@@ -68,12 +71,15 @@ class Life:
 
     async def follow(
         self, transfers: parts.Transfers, heard: Callable[[list[TransferEvent]], None]
-    ) -> NoReturn:
-        """A task of its own: the manager tells of events in the middle of its calls."""
-        while True:
-            await self.wake.wait()
+    ) -> None:
+        """A task of its own: the manager tells of events in the middle of its calls.
+
+        What ends because we stop is of no use to a scheduler any more.
+        """
+        while not self.stopping.is_set():
             self.wake.clear()
             heard(transfers.take_events())
+            await self.wake.wait()
 
     def be_ready(self, tasks: asyncio.TaskGroup, stats: Callable[[], messages.Stats]) -> None:
         """Say so, and do from now on what every worker does."""

@@ -49,6 +49,8 @@ class OwnTransfers(Transfers, Protocol):
 
     async def try_transports(self) -> None: ...
 
+    async def leave(self, seconds: float) -> None: ...
+
 
 MakeTransfers: TypeAlias = Callable[
     [WorkerSpec, PoolMemory, ClientSession, Callable[[], None]], OwnTransfers

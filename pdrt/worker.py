@@ -130,10 +130,9 @@ class Worker:
 
     def _moved(self) -> None:
         """Something changed, perhaps while a batch runs: act on it now, plan when it has ended."""
-        if not self._stop.is_set():
-            self._carry_out()
-            self._wake.set()
-            self._life.news.set()
+        self._carry_out()
+        self._wake.set()
+        self._life.news.set()
 
     # Steps.
 
@@ -169,7 +168,9 @@ class Worker:
             return
 
     def _carry_out(self) -> None:
-        """All effects, in order; what is to be said goes in one message."""
+        """All effects, in order; what is to be said goes in one message. None when we stop."""
+        if self._stop.is_set():
+            return
         said: list[Output] = []
         outbox = self._sched.outbox
         while outbox:

@@ -14,7 +14,7 @@ import pytest
 import zmq.asyncio
 from aiohttp import ClientSession
 
-from pdrt import messages, steps
+from pdrt import messages, parts, steps
 from pdrt.config import NodeConfig
 from pdrt.data.commands import AbortReceiver, TransferCommand
 from pdrt.data.events import Quiet, TransferEvent
@@ -134,17 +134,19 @@ def spec(folder: Path, rank: int, size: int = 2, **tables: Any) -> WorkerSpec:
     return made.model_copy(update={"rank": Rank(tp=rank)})
 
 
-async def member(stack: AsyncExitStack, made: WorkerSpec, device: Device) -> Member:
+async def member(
+    stack: AsyncExitStack,
+    made: WorkerSpec,
+    device: Device,
+    transfers: parts.MakeTransfers | None = None,
+) -> Member:
     context = zmq.asyncio.Context.instance()
     ours = Link(context, messages.FROM_WORKER, messages.TO_WORKER)
     theirs = Link(context, messages.TO_WORKER, messages.FROM_WORKER)
     ours.bind(made.endpoint)
     theirs.connect(made.endpoint)
-    life = (
-        Follower(made, theirs, device.load, fake_transfers)
-        if made.rank.tp
-        else Worker(made, theirs, device.load)
-    )
+    kind = Follower if made.rank.tp else Worker
+    life = kind(made, theirs, device.load, transfers or fake_transfers)
     one = Member(device, ours)
     one.task = asyncio.create_task(life.run())
 
@@ -285,6 +287,31 @@ async def test_ranks_that_are_stopped_together_miss_nobody(tmp_path: Path) -> No
         await head.task
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_each_rank_that_stops_ends_its_transfers_before_it_is_gone(
+    tmp_path: Path, role: str
+) -> None:
+    """Else its peers keep memory in quarantine until they have proof of its death."""
+    opened: list[FakeTransfers] = []
+
+    def open_fake(*args: Any) -> FakeTransfers:
+        opened.append(fake_transfers(*args))
+        return opened[-1]
+
+    async with AsyncExitStack() as stack:
+        ranks = [
+            await member(stack, spec(tmp_path, tp, role=role), Device(), open_fake) for tp in (0, 1)
+        ]
+        for rank in ranks:
+            await rank.until(Ready)
+        for rank in ranks:
+            await rank.tell(Stop())
+        for rank in ranks:
+            await rank.task
+    assert [fake.log for fake in opened] == [["leave", "end"]] * 2
+    assert [len(fake.take_events()) for fake in opened] == [1, 1]
+
+
 class Head:
     """tp 0, played by the test."""
 
@@ -304,14 +331,24 @@ class FakeTransfers:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake, self._events = wake, list[TransferEvent]()
+        self.log: list[str] = []
 
     async def start(self) -> str:
         return "tcp://here:1"
 
     async def run(self) -> None:
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.log.append("end")
 
     async def try_transports(self) -> None: ...
+
+    async def leave(self, seconds: float) -> None:
+        assert seconds <= 1.0
+        self.log.append("leave")
+        self.do(AbortReceiver(7, 0, "we stop"))  # and nobody hears what becomes of it
+        await asyncio.sleep(0)
 
     def do(self, command: TransferCommand) -> None:
         self._events.append(Quiet(command.room, command.attempt))
