@@ -188,6 +188,20 @@ async def test_a_life_that_served_long_makes_up_for_deaths_before_it(tmp_path: P
         assert rig.handle.lives == 4  # the second pause is longer
 
 
+async def test_deaths_of_a_sound_worker_never_add_up(tmp_path: Path) -> None:
+    """A rank's death ends its whole group: one death for each, and none is given up for it."""
+    async with running(tmp_path, *["ready wait"] * 8) as rig:
+        for count in range(1, 8):
+            await rig.until_told(messages.Ready, count)
+            rig.time.now += 31
+            assert rig.handle.pid is not None
+            os.kill(rig.handle.pid, 9)
+            await rig.until_told(Lost, count)
+            await rig.time.run_for(0.21)  # the first pause each time
+        assert not any(final for _, _, final in rig.lost)
+        await rig.until_told(messages.Ready, 8)
+
+
 async def test_a_wrong_setting_is_not_tried_again(tmp_path: Path) -> None:
     async with running(tmp_path, "fatal bad_config exit 1") as rig:
         await rig.task
