@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from pdrt.device.batch import Draw, Drawn, SeqStep
 from pdrt.device.chance import uniform
-from pdrt.device.collective import Collective, join
 from pdrt.device.shard import Run, Shard
+from pdrt.device.sums import Sums, meet
 from pdrt.modelspec import NULL_SPEC
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -52,7 +52,7 @@ class NullRunner:
         self.eos_token_ids = NULL_SPEC.eos_token_ids
         self._step_ms, self._token_ms, self._sleep = step_ms, token_ms, sleep
         self._shard = shard
-        self._group: Collective | None = None
+        self._group: Sums | None = None
         self._lanes = _Lanes(shard.kv_heads * _WIDTH, _weight_of(shard))
         self._parts = (len(shard.kv_heads), NULL_SPEC.layers, 2)
         self._pool: Words = np.zeros((0, *self._parts, block_size), np.uint64)
@@ -63,7 +63,8 @@ class NullRunner:
         self._pool = words.reshape(blocks, *self._parts, self.layout.block_size)
 
     def join(self, rendezvous: Path, timeout_s: float) -> None:
-        self._group = join(self._shard.rank, self._shard.size, rendezvous, timeout_s)
+        if self._shard.size > 1:
+            self._group = meet(self._shard.rank, self._shard.size, rendezvous, timeout_s)
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
         """Write the steps' KV, then draw from all the KV that each sequence has."""
@@ -82,9 +83,7 @@ class NullRunner:
             return totals
         if self._group is None:
             raise RuntimeError("in a group, join comes before execute")
-        import torch  # here, so that a group of one needs none
-
-        return self._group.all_reduce_(torch.tensor(totals)).tolist()
+        return self._group.of(totals)
 
     def _rest(self, batch: Sequence[SeqStep]) -> None:
         prompt_tokens = sum(len(step.tokens) for step in batch if len(step.tokens) > 1)
