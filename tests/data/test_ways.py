@@ -19,6 +19,7 @@ from pdrt.data.memory import PoolMemory
 from pdrt.data.process import this_process
 from pdrt.data.transport.promise import Ended, Write
 from pdrt.data.transport.shm import ShmTransport
+from pdrt.data.transport.wrapping import Wrapping
 from pdrt.data.trial import memory, move
 from pdrt.errors import ConfigError, TransferFailed
 from pdrt.messages import FROM_PREFILL, Attached, Process, Rank, encode
@@ -28,11 +29,11 @@ Fault = Literal["none", "never ends", "fails", "lies", "forgets the slot"]
 SOON_S = 1.0  # for what never ends; all else has time, for the machine may be busy
 
 
-class WrongShm(ShmTransport):
+class WrongShm(Wrapping):
     """A transport that attaches, but whose writes do not do what they should."""
 
     def __init__(self, memory: PoolMemory, fault: Fault) -> None:
-        super().__init__(memory, threads=1)
+        super().__init__(ShmTransport(memory, threads=1))
         self.fault = fault
         self.held: list[Write] = []
 

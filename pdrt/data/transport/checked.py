@@ -9,7 +9,6 @@ has let go of its memory. Writes to other peers, and probes, are passed on as th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
@@ -19,8 +18,8 @@ import numpy as np
 from pdrt.data.checksums import Parts, Sums, checksums, starts_of, sum_runs
 from pdrt.data.layout import Runs
 from pdrt.data.memory import SUM_BYTES, PoolMemory
-from pdrt.data.transport.promise import Areas, Ended, Key, Peer, Transport, Write
-from pdrt.data.transport.relay import Relay
+from pdrt.data.transport.promise import Ended, Peer, Transport, Write
+from pdrt.data.transport.wrapping import Wrapping
 
 _THREADS: Final = 2  # 10 GB/s each: ahead of what they feed
 
@@ -34,39 +33,22 @@ class _Job:
     stop: str | None = None  # why it shall not begin
 
 
-class CheckedTransport:
+class CheckedTransport(Wrapping):
     """Wraps `inner`; made on the running loop. No thread is started before it is needed."""
 
     def __init__(self, inner: Transport, memory: PoolMemory) -> None:
-        self._inner, self._memory = inner, memory
+        super().__init__(inner)
+        self._memory = memory
         self._part_bytes = memory.layout.head_bytes
         self._here = Parts.of(memory, self._part_bytes)
         self._there: dict[str, Parts] = {}  # of the peers that ask for checksums
         self._jobs: dict[int, _Job] = {}
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pdrt-sums")
-        self._relay = Relay(inner)
         self._is_closed = False
 
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def offers(self) -> dict[str, bytes]:
-        return self._inner.offers
-
-    def via(self, peer: str) -> str:
-        return self._inner.via(peer)
-
-    def admit(self, key: Key, areas: Areas) -> None:
-        self._inner.admit(key, areas)
-
-    def revoke(self, key: Key, through: frozenset[str]) -> bool:
-        return self._inner.revoke(key, through)
-
     async def attach(self, peer: Peer) -> None:
-        await self._inner.attach(peer)
+        await super().attach(peer)
         if peer.checksums:
             self._there[peer.name] = Parts.of(peer.region, self._part_bytes)
 
@@ -85,7 +67,7 @@ class CheckedTransport:
         try:
             runs = sum_runs(write.runs, self._part_bytes, self._here, there)
         except ValueError as error:
-            self._relay.tell(Ended(write.id, str(error)))
+            self._tell(Ended(write.id, str(error)))
             return
         job = self._jobs[write.id] = _Job(write, runs)
         self._threads.submit(self._sums, job).add_done_callback(
@@ -98,10 +80,6 @@ class CheckedTransport:
         else:
             self._inner.abort(write)
 
-    async def ends(self) -> AsyncIterator[Ended]:
-        async for end in self._relay.ends():
-            yield end
-
     async def close(self) -> None:
         self._is_closed = True
         for job in self._jobs.values():
@@ -109,8 +87,7 @@ class CheckedTransport:
         await asyncio.to_thread(self._threads.shutdown)
         for job in list(self._jobs.values()):  # whose news is still on its way to the loop
             self._end(job, job.stop)
-        await self._inner.close()
-        await self._relay.finished()
+        await super().close()
 
     def _sums(self, job: _Job) -> Sums | None:
         """In a thread."""
@@ -132,7 +109,7 @@ class CheckedTransport:
 
     def _end(self, job: _Job, error: str | None) -> None:
         del self._jobs[job.write.id]
-        self._relay.tell(Ended(job.write.id, error))
+        self._tell(Ended(job.write.id, error))
 
     def _store(self, runs: Runs, sums: Sums | None) -> None:
         """Into our own cells, from where they go. Twice at once is the same value twice."""

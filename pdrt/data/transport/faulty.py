@@ -22,7 +22,7 @@ import asyncio
 import os
 import signal
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
 from random import Random
@@ -31,16 +31,8 @@ import numpy as np
 
 from pdrt.config import FaultSection
 from pdrt.data.layout import Runs
-from pdrt.data.transport.promise import (
-    Areas,
-    Ended,
-    Key,
-    Peer,
-    SlotWrite,
-    Transport,
-    Write,
-)
-from pdrt.data.transport.relay import Relay
+from pdrt.data.transport.promise import Ended, SlotWrite, Transport, Write
+from pdrt.data.transport.wrapping import Wrapping
 
 
 class Fault(StrEnum):
@@ -59,7 +51,7 @@ def kill_ourselves() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class FaultyTransport:
+class FaultyTransport(Wrapping):
     """Wraps `inner`; faults on command (`next_writes`) come before those by chance."""
 
     def __init__(
@@ -68,7 +60,8 @@ class FaultyTransport:
         faults: FaultSection | None = None,
         kill: Callable[[], None] = kill_ourselves,
     ) -> None:
-        self._inner, self._kill = inner, kill
+        super().__init__(inner)
+        self._kill = kill
         faults = faults or FaultSection()
         self._chances = {fault: float(getattr(faults, fault)) for fault in Fault}
         self._delay_s = faults.delay_s
@@ -82,7 +75,6 @@ class FaultyTransport:
         self._doubling: set[int] = set()
         self._kept: dict[int, Ended] = {}  # ended, but not told
         self._peers: dict[int, str] = {}
-        self._relay = Relay(inner, self._heard)
         self._is_closed = False
 
     def next_writes(self, *faults: Fault | None) -> None:
@@ -106,26 +98,6 @@ class FaultyTransport:
             self._inner.start(held)
         if end := self._kept.pop(write, None):
             self._tell(end)
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def offers(self) -> dict[str, bytes]:
-        return self._inner.offers
-
-    def via(self, peer: str) -> str:
-        return self._inner.via(peer)
-
-    def admit(self, key: Key, areas: Areas) -> None:
-        self._inner.admit(key, areas)
-
-    def revoke(self, key: Key, through: frozenset[str]) -> bool:
-        return self._inner.revoke(key, through)
-
-    async def attach(self, peer: Peer) -> None:
-        await self._inner.attach(peer)
 
     def detach(self, peer: str) -> None:
         for write in [w for w, name in self._peers.items() if name == peer]:
@@ -163,16 +135,11 @@ class FaultyTransport:
         if fault is Fault.REORDER:
             self._reordered.add(write.id)
 
-    async def ends(self) -> AsyncIterator[Ended]:
-        async for end in self._relay.ends():
-            yield end
-
     async def close(self) -> None:
         self._is_closed = True
         for write in list(self._peers):
             self._give_up(write, "the transport is closed")
-        await self._inner.close()
-        await self._relay.finished()
+        await super().close()
 
     def _heard(self, end: Ended) -> None:
         if end.id in self._dropping:
@@ -188,7 +155,7 @@ class FaultyTransport:
 
     def _tell(self, end: Ended) -> None:
         self._peers.pop(end.id, None)
-        self._relay.tell(end)
+        super()._tell(end)
 
     def _give_up(self, write: int, reason: str) -> None:
         """What was held back ends without having begun; what was kept back is told."""
