@@ -18,15 +18,23 @@ ORDER: Final[tuple[TransportName, ...]] = ("shm", "tcp", "nixl", "mooncake", "me
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """One of `modules`, which one of `packages` brings; `devices`: where their names stand."""
+    """One of `modules`, which one of `packages` brings; `devices`: where their names stand.
+
+    Here alone stands which command installs it, whoever tells of it.
+    """
 
     modules: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
-    install: str = ""
+    pip: str = ""  # the command that installs it
+    system: str = ""  # and the one for libraries of the system that it needs
     devices: str = ""
     pattern: str = "*"
     needs_device: bool = False
     unverified: str = ""  # what was never tried on real hardware
+
+    @property
+    def install(self) -> str:
+        return "; ".join(each for each in (self.pip, self.system) if each)
 
 
 NEEDS: Final[Mapping[TransportName, Needs]] = MappingProxyType(
@@ -36,7 +44,7 @@ NEEDS: Final[Mapping[TransportName, Needs]] = MappingProxyType(
         "nixl": Needs(
             modules=("nixl_cu12", "nixl_cu13", "nixl"),
             packages=("nixl-cu12", "nixl-cu13", "nixl"),
-            install="pip install nixl-cu12==1.5.1",
+            pip="pip install nixl-cu12==1.5.1",
             devices="/sys/class/infiniband",
             unverified="RDMA and GPU memory",
         ),
@@ -47,15 +55,15 @@ NEEDS: Final[Mapping[TransportName, Needs]] = MappingProxyType(
                 "mooncake-transfer-engine",
                 "mooncake-transfer-engine-cuda13",
             ),
-            install="pip install mooncake-transfer-engine-non-cuda==0.3.13.post1;"
-            " apt-get install libibverbs1 libnuma1",
+            pip="pip install mooncake-transfer-engine-non-cuda==0.3.13.post1",
+            system="apt-get install libibverbs1 libnuma1",
             devices="/sys/class/infiniband",
             unverified="RDMA and GPU memory",
         ),
         "memfabric": Needs(
             modules=("memfabric_hybrid",),
             packages=("memfabric-hybrid",),
-            install="pip install memfabric-hybrid==1.3.0",
+            pip="pip install memfabric-hybrid==1.3.0",
             devices="/dev",
             pattern="davinci[0-9]*",
             needs_device=True,

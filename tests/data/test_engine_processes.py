@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE
 from asyncio.subprocess import Process as Child
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from pdrt.data.memory import PoolMemory
+from pdrt.data.transport.engine import IDLE_S
 from pdrt.data.transport.lane import Offer, setting
 from pdrt.data.transport.promise import Ended, Peer, SlotWrite, Transport, Write
 from tests.data.target import parsed
@@ -57,6 +61,18 @@ class Rig:
             self.child.kill()
         await self.child.communicate()
 
+    def cut(self) -> None:
+        """Break all connections of this process, as a network does."""
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                end = socket.socket(fileno=os.dup(int(name)))
+            except OSError:  # no socket, or closed meanwhile
+                continue
+            with end, suppress(OSError):  # what listens
+                if end.family in (socket.AF_INET, socket.AF_INET6):
+                    end.getpeername()
+                    end.shutdown(socket.SHUT_RDWR)
+
     async def is_told(self) -> bool:
         try:
             async with asyncio.timeout(0.3):
@@ -74,6 +90,7 @@ NIXL = pytest.param(("nixl", ""), id="nixl", marks=needs("nixl"))
 NIXL_TCP = pytest.param(
     ("nixl", "tcp"), id="nixl over tcp", marks=[needs("nixl"), pytest.mark.slow]
 )
+CUT_NIXL = pytest.param(("nixl", "tcp,self"), id="nixl over tcp", marks=needs("nixl"))
 MOONCAKE = pytest.param(("mooncake", ""), id="mooncake", marks=needs("mooncake"))
 SLOW_MOONCAKE = pytest.param(
     ("mooncake", ""), id="mooncake", marks=[needs("mooncake"), pytest.mark.slow]
@@ -135,6 +152,37 @@ async def test_an_aborted_write_to_a_stopped_peer_is_not_over_until_the_peer_is(
     rig.child.send_signal(signal.SIGCONT)
     end = await rig.ends.get()
     assert (end.id, end.error) == (2, "aborted")
+
+
+@pytest.mark.parametrize("rig", [CUT_NIXL, MOONCAKE], indirect=True)
+async def test_a_connection_that_breaks_ends_no_write_but_the_peer_s_death_does(rig: Rig) -> None:
+    """CASES 50: the peer's kernel holds bytes that land when the peer goes on."""
+    rig.write(1)
+    assert await rig.ends.get() == Ended(1)
+    rig.child.send_signal(signal.SIGSTOP)
+    rig.write(2, 3)
+    await asyncio.sleep(0.2)  # until the peer's kernel has it
+    rig.cut()
+    assert not await rig.is_told()
+    rig.child.send_signal(signal.SIGCONT)
+    assert not await rig.is_told()
+    rig.write(3)  # over a new connection
+    assert await rig.ends.get() == Ended(3)
+    await rig.kill()
+    end = await rig.ends.get()
+    assert end.id == 2
+    assert end.error is not None
+    assert end.error.startswith(rig.transport.name)
+
+
+@pytest.mark.parametrize("rig", [CUT_NIXL], indirect=True)
+async def test_a_connection_that_broke_while_idle_costs_no_write(rig: Rig) -> None:
+    rig.write(1)
+    assert await rig.ends.get() == Ended(1)
+    rig.cut()
+    await asyncio.sleep(IDLE_S + 0.1)
+    rig.write(2)
+    assert await rig.ends.get() == Ended(2)
 
 
 @pytest.mark.slow

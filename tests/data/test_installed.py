@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from pdrt.config import NetworkName, TransferSection, TransportName
 from pdrt.data.installed import NEEDS, ORDER, check_installed, devices, package, wanted
 from pdrt.errors import ConfigError
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def bare(name: TransportName) -> str | None:
@@ -47,3 +52,11 @@ def test_what_is_installed_is_named_with_its_version() -> None:
     for name in ORDER:
         found = package(name)
         assert not found or found.split()[0] in (*NEEDS[name].packages, *NEEDS[name].modules)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), [("nixl", "nixl"), ("mooncake", "mooncake"), ("memfabric", "npu")]
+)
+def test_what_is_advised_is_what_the_extra_brings(name: NetworkName, extra: str) -> None:
+    extras = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
+    assert NEEDS[name].pip == f"pip install {extras[extra][0]}"

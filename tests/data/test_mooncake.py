@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import AsyncIterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from pdrt.config import TransferSection
+from pdrt.data.installed import NEEDS
 from pdrt.data.memory import PoolMemory
 from pdrt.data.process import this_process
 from pdrt.data.transport import mooncake
 from pdrt.data.transport.engine import EngineTransport
-from pdrt.data.transport.mooncake import MOST_RUNS, open_mooncake
+from pdrt.data.transport.lane import EngineError
+from pdrt.data.transport.mooncake import MOST_RUNS, MooncakeEngine, open_mooncake
 from pdrt.data.transport.promise import Ended, Peer, SlotWrite, Write
 from pdrt.errors import ConfigError, TransferFailed
+from pdrt.messages import Process
+from tests.data.mortal import mortal
 from tests.data.transports import LAYOUT, LOCAL
 
 SLOT = bytes(range(64))
@@ -88,18 +93,21 @@ class Rig:
     target: PoolMemory
     ends: AsyncIterator[Ended]
 
-    def peer(self) -> Peer:
+    def peer(self, name: str = "a", process: Process | None = None) -> Peer:
         handle = self.transport.offers["mooncake"]
         ours = self.memory.address.to_bytes(8, "big")
         handle = handle.replace(ours, self.target.address.to_bytes(8, "big"))
-        return Peer("a", this_process(), self.target.region({"mooncake": handle}))
+        return Peer(name, process or this_process(), self.target.region({"mooncake": handle}))
 
-    async def end_of(self, number: int, sizes: list[int]) -> Ended:
-        """A write of such runs, none of which is another's neighbour."""
+    async def end_of(self, number: int, sizes: list[int], peer: str = "a") -> Ended:
+        self.write(number, sizes, peer)
+        return await anext(self.ends)
+
+    def write(self, number: int, sizes: list[int], peer: str = "a") -> None:
+        """Such runs, none of which is another's neighbour."""
         at = np.cumsum([0, *(size + 1 for size in sizes)])[:-1] + self.memory.pool_at
         runs = np.stack([at, at, sizes], axis=1)
-        self.transport.start(Write(number, "a", runs, SlotWrite(0, SLOT)))
-        return await anext(self.ends)
+        self.transport.start(Write(number, peer, runs, SlotWrite(0, SLOT)))
 
     @property
     def slot(self) -> bytes:
@@ -137,15 +145,12 @@ async def test_no_more_runs_are_under_way_than_the_engine_s_queue_holds(rig: Rig
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ({"statuses": {9: [-1]}}, "status -1"),
-        ({"statuses": {9: [0, -2, 0, -1]}}, "status -1"),
         ({"refuses": {9}}, "was refused by the engine"),
         ({"raises": {9}}, "RuntimeError('no such segment')"),
-        ({"statuses": {64: [-1]}}, "status -1"),  # the slot
-        ({"refuses": {64}}, "was refused by the engine"),
+        ({"refuses": {64}}, "was refused by the engine"),  # the slot
     ],
 )
-async def test_a_failed_run_fails_the_write_when_all_others_of_it_are_over(
+async def test_a_refused_run_fails_the_write_when_all_others_of_it_are_over(
     rig: Rig, fault: dict[str, object], said: str
 ) -> None:
     """CASES 10, 26: no slot vouches for it, nothing of it is under way, the next one lands."""
@@ -161,6 +166,51 @@ async def test_a_failed_run_fails_the_write_when_all_others_of_it_are_over(
     assert rig.slot == SLOT
 
 
+FAILURES: list[dict[int, list[int | Exception]]] = [
+    {9: [-1]},
+    {9: [0, -2, 0, -1]},
+    {64: [-1]},  # the slot
+]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("statuses", FAILURES)
+async def test_a_run_that_failed_over_tcp_may_land_until_the_peer_is_dead(
+    rig: Rig, statuses: dict[int, list[int | Exception]]
+) -> None:
+    """CASES 10, 50: no slot vouches for it, and its blocks are not given back."""
+    async with mortal() as (child, process):
+        await rig.transport.attach(rig.peer("b", process))
+        rig.library.statuses = deepcopy(statuses)
+        rig.write(1, [7, 9, 7, 7], "b")
+        assert await rig.end_of(2, [7], "b") == Ended(2)
+        assert rig.library.open == {}
+        child.kill()
+        end = await anext(rig.ends)
+    assert end.id == 1
+    assert end.error is not None
+    assert "status -1" in end.error
+
+
+@pytest.mark.parametrize("statuses", FAILURES)
+async def test_a_run_that_failed_over_rdma_is_over(
+    statuses: dict[int, list[int | Exception]],
+) -> None:
+    """CASES 26. That is assumed: no hardware was here."""
+    library, memory = FakeLibrary(), PoolMemory(LAYOUT, 64, 1)
+    transport = EngineTransport(memory, MooncakeEngine(library, LOCAL, EngineError))
+    rig = Rig(library, transport, memory, PoolMemory(LAYOUT, 64, 1), transport.ends())
+    await transport.attach(rig.peer())
+    library.statuses = deepcopy(statuses)
+    end = await rig.end_of(1, [7, 9, 7, 7])
+    assert end.error is not None
+    assert "status -1" in end.error
+    assert rig.slot == bytes(64)
+    assert await rig.end_of(2, [7, 9]) == Ended(2)
+    assert rig.slot == SLOT
+    await transport.close()
+
+
 @pytest.mark.parametrize("undecided", [0, -2, RuntimeError("later")])
 async def test_what_is_not_decided_is_asked_again(rig: Rig, undecided: int | Exception) -> None:
     """A timeout is no end: what was submitted can still arrive."""
@@ -173,6 +223,21 @@ async def test_a_peer_that_does_not_answer_is_not_attached(rig: Rig) -> None:
     peer = Peer("b", this_process(), rig.peer().region)
     with pytest.raises(TransferFailed, match=r"127.0.0.1:15000 does not answer: status -102"):
         await rig.transport.attach(peer)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(LOCAL, "::1"), ("::1", LOCAL)])
+async def test_a_peer_of_the_other_family_of_addresses_is_refused_by_name(
+    ours: str, theirs: str
+) -> None:
+    here, there = (
+        open_mooncake(TransferSection(), PoolMemory(LAYOUT, 2, 1), ip, FakeLibrary)
+        for ip in (ours, theirs)
+    )
+    region = PoolMemory(LAYOUT, 2, 1).region(there.offers)
+    with pytest.raises(TransferFailed, match="not of one family of addresses"):
+        await here.attach(Peer("b", this_process(), region))
+    await here.close()
+    await there.close()
 
 
 @pytest.mark.parametrize(
@@ -207,7 +272,7 @@ def test_a_device_that_is_there_is_taken() -> None:
 
 @pytest.mark.parametrize(
     ("module", "cure"),
-    [("nonesuch.engine", r"pip install 'pdrt\[mooncake\]'")],
+    [("nonesuch.engine", NEEDS["mooncake"].pip)],
 )
 def test_without_the_package_the_error_names_the_command(module: str, cure: str) -> None:
     with pytest.raises(ConfigError, match=cure):
@@ -216,4 +281,4 @@ def test_without_the_package_the_error_names_the_command(module: str, cure: str)
 
 def test_without_its_system_library_the_error_names_that_command() -> None:
     error = ImportError("libibverbs.so.1: cannot open shared object file")
-    assert "apt-get install libibverbs1" in mooncake.cure(error)
+    assert mooncake.cure(error) == NEEDS["mooncake"].system

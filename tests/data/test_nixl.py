@@ -14,20 +14,16 @@ import numpy as np
 import pytest
 
 from pdrt.config import TransferSection
+from pdrt.data.installed import NEEDS
 from pdrt.data.memory import PoolMemory
 from pdrt.data.process import this_process
 from pdrt.data.transport.engine import EngineTransport
 from pdrt.data.transport.lane import EngineError
-from pdrt.data.transport.nixl import (
-    BoundAgent,
-    Descriptors,
-    Disconnected,
-    NixlEngine,
-    devices,
-    open_nixl,
-)
+from pdrt.data.transport.nixl import NixlEngine, devices, open_nixl
+from pdrt.data.transport.nixl_agent import BoundAgent, Descriptors, Disconnected
 from pdrt.data.transport.promise import Ended, Peer, SlotWrite, Write
 from pdrt.errors import ConfigError, TransferFailed
+from tests.data.mortal import mortal
 from tests.data.transports import LAYOUT, LOCAL
 
 real = pytest.mark.skipif(not find_spec("nixl_cu12"), reason="needs nixl_cu12")
@@ -92,9 +88,12 @@ class Rig:
     def peer(self, name: str = "a") -> Peer:
         return Peer(name, this_process(), self.memory.region(self.transport.offers))
 
-    async def end_of(self, number: int, peer: str = "a") -> Ended:
+    def write(self, number: int, peer: str = "a") -> None:
         at = self.memory.pool_at
         self.transport.start(Write(number, peer, np.array([[at, at, 100]]), SlotWrite(0, SLOT)))
+
+    async def end_of(self, number: int, peer: str = "a") -> Ended:
+        self.write(number, peer)
         return await anext(self.ends)
 
 
@@ -115,20 +114,63 @@ async def test_blocks_and_slot_are_two_transfers_and_each_is_released() -> None:
     assert r.agent.calls[-2:] == ["forget fake", "close"]
 
 
+LOST = Disconnected("NIXL_ERR_REMOTE_DISCONNECT")
+
+
 @pytest.mark.parametrize("call", ["post", "is_done"])
-async def test_a_lost_connection_ends_the_write_without_its_slot(call: str) -> None:
-    """CASES 26: one failed write; the next one is tried."""
-    lost = Disconnected("NIXL_ERR_REMOTE_DISCONNECT")
-    script: dict[str, Script] = {"post": [None], call: [lost]}
+async def test_a_lost_connection_proves_nothing_and_the_peer_is_loaded_anew(call: str) -> None:
+    """CASES 26: one failed write; the next one goes. CASES 50: what had left may land later."""
+    script: dict[str, Script] = {"post": [None], call: [LOST]}
     r = await rig(**script)
-    end = await r.end_of(1)
-    assert end.error == (
-        "nixl: NIXL_ERR_REMOTE_DISCONNECT (0 of 164 bytes were written)"  # CASES 19
-    )
-    assert r.agent.there == [r.memory.address + r.memory.pool_at]
-    assert r.agent.calls[-1] == "release"
-    assert await r.end_of(2) == Ended(2)
+    r.write(1)
+    assert await r.end_of(2) == Ended(2)  # and 1 has not ended
+    assert r.agent.there[0] == r.memory.address + r.memory.pool_at
+    begun = r.agent.calls.index("release")
+    assert r.agent.calls[begun + 1 : begun + 3] == ["forget fake", "load"]
+    assert await r.end_of(3) == Ended(3)
+    assert r.agent.calls.count("load") == 2
+    r.transport.detach("a")
     await r.transport.close()
+    assert [end async for end in r.ends] == []
+
+
+@pytest.mark.e2e
+async def test_a_lost_write_ends_with_its_peer() -> None:
+    r = await rig(post=[LOST])
+    region = r.memory.region({"nixl": r.transport.offers["nixl"].replace(b"fake", b"them")})
+    async with mortal() as (child, process):
+        await r.transport.attach(Peer("b", process, region))
+        r.write(1, "b")
+        assert await r.end_of(2, "b") == Ended(2)
+        child.kill()
+        assert await anext(r.ends) == Ended(
+            1,
+            "nixl: NIXL_ERR_REMOTE_DISCONNECT (0 of 164 bytes were written)",  # CASES 19
+        )
+    await r.transport.close()
+
+
+async def test_a_peer_that_cannot_be_loaded_anew_is_tried_again_with_the_next_write() -> None:
+    r = await rig(post=[LOST], load=[])
+    r.agent.script["load"] = [EngineError("NIXL_ERR_BACKEND")]
+    r.write(1)
+    assert await r.end_of(2) == Ended(2, "nixl: NIXL_ERR_BACKEND (0 of 164 bytes were written)")
+    assert await r.end_of(3) == Ended(3)
+    await r.transport.close()
+
+
+def test_a_peer_is_not_loaded_anew_under_a_write_of_another_session() -> None:
+    agent = FakeAgent()
+    engine = NixlEngine(agent)
+    pair = engine.connect(b"them", 0).pair
+    assert engine.enter(pair)
+    assert engine.enter(pair)
+    engine.leave(pair, is_lost=True)
+    assert not engine.enter(pair)
+    engine.leave(pair, is_lost=False)
+    assert agent.calls == ["load"]
+    assert engine.enter(pair)
+    assert agent.calls == ["load", "forget them", "load"]
 
 
 @pytest.mark.parametrize("call", ["post", "is_done"])
@@ -145,6 +187,14 @@ async def test_a_write_that_failed_half_ends_when_a_later_one_proves_it_over(cal
     assert set(barriers) == {r.memory.address + r.memory.probe_at}
     assert len(barriers) == (3 if call == "post" else 1)
     await r.transport.close()
+
+
+async def test_a_failed_write_whose_connection_is_then_lost_is_proven_by_nothing() -> None:
+    r = await rig(post=[EngineError("NIXL_ERR_BACKEND"), LOST])
+    r.write(1)
+    assert await r.end_of(2) == Ended(2)
+    await r.transport.close()
+    assert [end async for end in r.ends] == []
 
 
 async def test_what_cannot_be_prepared_has_not_begun() -> None:
@@ -255,11 +305,13 @@ async def test_whatever_the_binding_raises_is_an_engine_error() -> None:
     for call in calls:
         with pytest.raises(EngineError):
             call()
+    with pytest.raises(Disconnected):  # it has forgotten whom it knew
+        agent.prepare(none, none, "nobody")
     agent.close()
 
 
 async def test_without_the_package_the_error_names_the_command() -> None:
-    with pytest.raises(ConfigError, match=r"pip install 'pdrt\[nixl\]'"):
+    with pytest.raises(ConfigError, match=NEEDS["nixl"].install):
         open_nixl(TransferSection(), PoolMemory(LAYOUT, 2, 1), LOCAL, bindings=("nonesuch_cu99",))
 
 

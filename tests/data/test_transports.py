@@ -18,7 +18,7 @@ import pytest
 from pdrt.data.transport.promise import Ended, Peer, SlotWrite, Write
 from pdrt.errors import TransferFailed
 from tests.data.target import parsed
-from tests.data.transports import BLOCKS, KEY, Bench, names, opened
+from tests.data.transports import BLOCKS, KEY, MAKERS, Bench, names, opened
 
 SLOT = bytes(range(64))
 LARGE = [*range(BLOCKS - 1)] * 200  # about 50 MiB
@@ -264,12 +264,16 @@ async def test_one_attempt_s_revocation_harms_no_other(rig: Bench) -> None:
     assert bytes(rig.peers["a"].slots_view[:64]) == SLOT
 
 
-async def test_a_target_that_closes_ends_the_writes_to_it(rig: Bench) -> None:
+async def test_a_target_that_closes_ends_the_writes_to_it(rig: Bench, name: str) -> None:
     for number in range(40):
         rig.transport.start(rig.write(number, "ab"[number % 2], LARGE))
     await rig.targets["a"].close()
-    ends = {end.id: end.error for end in await rig.ended(40)}
-    assert len(ends) == 40
+    while sum(end.id % 2 for end in rig.ends) < 20:  # b's
+        await rig.ended(len(rig.ends) + 1)
+    if not MAKERS[name].is_blind:
+        await rig.ended(40)
+    ends = {end.id: end.error for end in rig.ends}
+    assert len(ends) == len(rig.ends)
     assert all(ends[number] is None for number in range(1, 40, 2))
 
 

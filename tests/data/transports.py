@@ -47,13 +47,15 @@ Make: TypeAlias = Callable[[HostMemory], Transport]
 class Maker:
     """How a transport is made, on the running loop; `needs` is a package that it cannot do without.
 
-    `target` makes the peers' side where that differs. A slow one is not in the default run.
+    `target` makes the peers' side where that differs. A slow one is not in the default run. A
+    blind one cannot prove that a write is over whose connection broke, while the peer lives.
     """
 
     make: Make
     target: Make | None = None
     needs: str = ""
     is_slow: bool = False
+    is_blind: bool = False
 
     def is_missing(self) -> bool:
         return bool(self.needs) and find_spec(self.needs) is None
@@ -100,11 +102,14 @@ MAKERS: dict[str, Maker] = {
     "tcp": Maker(_tcp),
     "faulty tcp": Maker(_faulty(_tcp), _tcp),
     "auto": Maker(lambda memory: Choosing([_shm()(memory), _tcp(memory)])),
-    "nixl": Maker(lambda memory: open_nixl(TransferSection(), memory, LOCAL), needs="nixl_cu12"),
+    "nixl": Maker(
+        lambda memory: open_nixl(TransferSection(), memory, LOCAL), needs="nixl_cu12", is_blind=True
+    ),
     "mooncake": Maker(
         lambda memory: open_mooncake(TransferSection(), memory, LOCAL),
         needs="mooncake",
         is_slow=True,  # it takes a second to go
+        is_blind=True,
     ),
     "memfabric": Maker(_memfabric, is_slow=True),  # a stand-in: no hardware here
 }

@@ -45,7 +45,7 @@ def pieces(runs: Runs) -> Iterator[Runs]:
     if len(runs) == 1 and runs[0, 2] <= PIECE:  # most writes of a small model
         yield runs
         return
-    runs = _cut(runs)
+    runs = cut(runs, PIECE)
     portion = np.cumsum(runs[:, 2]) // PIECE
     begin = 0
     while begin < len(runs):
@@ -55,16 +55,16 @@ def pieces(runs: Runs) -> Iterator[Runs]:
         begin = end
 
 
-def _cut(runs: Runs) -> Runs:
-    """No run longer than PIECE."""
-    if not len(runs) or int(runs[:, 2].max()) <= PIECE:
+def cut(runs: Runs, most: int) -> Runs:
+    """No run longer than `most`."""
+    if not len(runs) or int(runs[:, 2].max()) <= most:
         return runs
-    counts = -(-runs[:, 2] // PIECE)
+    counts = -(-runs[:, 2] // most)
     inner = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    cut = np.repeat(runs, counts, axis=0)
-    cut[:, 2] = np.minimum(PIECE, cut[:, 2] - inner * PIECE)
-    cut[:, :2] += (inner * PIECE)[:, None]
-    return cut
+    shorter = np.repeat(runs, counts, axis=0)
+    shorter[:, 2] = np.minimum(most, shorter[:, 2] - inner * most)
+    shorter[:, :2] += (inner * most)[:, None]
+    return shorter
 
 
 def copy(runs: Runs, source: int, target: int) -> None:

@@ -16,7 +16,8 @@ import numpy as np
 
 from pdrt.data.layout import Runs
 from pdrt.data.process import is_same_host, started_ticks
-from pdrt.data.transport.promise import Write
+from pdrt.data.transport.copying import cut
+from pdrt.data.transport.jobs import fits as fits
 from pdrt.errors import TransferFailed
 from pdrt.messages import Process
 
@@ -29,11 +30,15 @@ _libc.getenv.restype = ctypes.c_char_p
 
 
 class EngineError(Exception):
-    """The engine refused or failed, and nothing of that call touches memory any more."""
+    """The engine refused or failed. Unless `Unproven`, nothing of it touches memory any more."""
+
+
+class Unproven(EngineError):
+    """It has failed here, and what had left may still land in a peer that lives."""
 
 
 class Hopeless(EngineError):
-    """The peer is dead, or we are: nobody will ever say how it went."""
+    """The peer is dead: there is no memory left to write to, and nobody to say how it went."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +80,23 @@ class Life:
             raise TransferFailed(f"pid {process.pid} is dead, or another process now")
 
     @property
-    def is_given_up(self) -> bool:
-        return bool(self._given_up)
+    def has_ended(self) -> bool:
+        """Whether the process is seen to be dead."""
+        if self._pidfd < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def give_up(self, reason: str) -> None:
         self._given_up = reason
 
     def check(self) -> None:
-        """Raises Hopeless when nothing can come of waiting any more."""
+        """Raises Hopeless, or Unproven when we gave it up: nothing comes of waiting any more."""
+        if self.has_ended:
+            raise Hopeless("its process has died")
         if self._given_up:
-            raise Hopeless(self._given_up)
-        if self._pidfd >= 0:
-            poll = select.poll()
-            poll.register(self._pidfd, select.POLLIN)
-            if poll.poll(0):
-                raise Hopeless("its process has died")
+            raise Unproven(self._given_up)
 
     def close(self) -> None:
         if self._pidfd >= 0:
@@ -103,20 +110,23 @@ class Naps:
     def __init__(self, life: Life) -> None:
         self._life, self._count, self._since = life, 0, time.monotonic()
 
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._since
+
     def nap(self) -> None:
-        """Raises Hopeless."""
+        """Raises Hopeless or Unproven."""
         self._count += 1
         if self._count <= _SPINS:
             time.sleep(0)
             return
         self._life.check()
-        waited = time.monotonic() - self._since
-        time.sleep(min(max(waited / 8, _SHORTEST_S), _LONGEST_S))
+        time.sleep(min(max(self.waited_s / 8, _SHORTEST_S), _LONGEST_S))
 
 
 def portions(runs: Runs, most_bytes: int, most_runs: int) -> Iterator[Runs]:
     """The same bytes, neighbours joined, in portions of no more bytes and runs than that."""
-    runs = _cut(_joined(runs[runs[:, 2] > 0]), most_bytes)
+    runs = cut(_joined(runs[runs[:, 2] > 0]), most_bytes)
     before = np.cumsum(runs[:, 2]) - runs[:, 2]
     begin = 0
     while begin < len(runs):
@@ -136,31 +146,6 @@ def _joined(runs: Runs) -> Runs:
     joined = runs[firsts]
     joined[:, 2] = np.add.reduceat(runs[:, 2], firsts)
     return joined
-
-
-def _cut(runs: Runs, most: int) -> Runs:
-    """No run longer than `most`."""
-    if not len(runs) or int(runs[:, 2].max()) <= most:
-        return runs
-    counts = -(-runs[:, 2] // most)
-    inner = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    cut = np.repeat(runs, counts, axis=0)
-    cut[:, 2] = np.minimum(most, cut[:, 2] - inner * most)
-    cut[:, :2] += (inner * most)[:, None]
-    return cut
-
-
-def fits(write: Write, source_size: int, target_size: int) -> bool:
-    """Whether all of the write lies inside both memories."""
-    runs, slot = write.runs, write.slot
-    if slot and not 0 <= slot.at <= target_size - len(slot.data):
-        return False
-    if not len(runs):
-        return True
-    ends = runs[:, :2] + runs[:, 2:]
-    return bool(
-        runs.min() >= 0 and ends[:, 0].max() <= source_size and ends[:, 1].max() <= target_size
-    )
 
 
 def set_default(name: str, value: str) -> None:

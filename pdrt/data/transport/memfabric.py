@@ -2,7 +2,9 @@
 
 All processes find each other through one store, which a rank of prefill's first instance makes.
 The engine has calls that return when they are through and no others, so a write that hangs in
-one cannot be given up, and its answer is taken for final. It knows sessions by IPv4 addresses.
+one cannot be given up, and its answer, a failure too, is taken for the target memory's: what it
+uses are copies by the NPUs' own engines, which are over when they are told to be. That is assumed
+and not verified. It knows sessions by IPv4 addresses.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from pdrt.config import TransferSection
+from pdrt.data.installed import NEEDS
 from pdrt.data.layout import Runs
 from pdrt.data.memory import HostMemory
 from pdrt.data.transport.engine import EngineTransport
@@ -169,10 +172,11 @@ def _check(config: TransferSection, local_ip: str) -> None:
 
 
 def _library() -> Library:
+    needs = NEEDS["memfabric"]
     try:
-        module: Library = import_module("memfabric_hybrid")
+        module: Library = import_module(needs.modules[0])
     except (ImportError, OSError) as error:  # it loads its own libraries by hand
         raise ConfigError(
-            f"[transfer] transport memfabric is not installed ({error}): pip install 'pdrt[npu]'"
+            f"[transfer] transport memfabric is not installed ({error}): {needs.install}"
         ) from error
     return module

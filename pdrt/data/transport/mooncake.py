@@ -2,8 +2,13 @@
 
 Each run is submitted and followed on its own, never as a batch: a batch is told to have failed,
 or to have taken too long, while parts of it are still on their way, and waiting for it spins.
-A run's own answer is final. Of them, fewer are under way at once than the engine's queue for
-one peer holds: beyond that it refuses some and carries out others.
+Of runs, fewer are under way at once than the engine's queue for one peer holds: beyond that it
+refuses some and carries out others.
+
+That a run is done is the target memory's word: over TCP the target acknowledges what it has
+placed. That it failed is none there: a connection breaks while the target's kernel holds bytes
+that land when its process goes on, so such a write stays unproven. Over RDMA a failed run is
+taken for over, since its NIC has then stopped: assumed, not verified on hardware.
 """
 
 from __future__ import annotations
@@ -15,13 +20,15 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from pdrt.config import TransferSection, bracketed
+from pdrt.data.installed import NEEDS
 from pdrt.data.layout import Runs
 from pdrt.data.memory import HostMemory
 from pdrt.data.transport.engine import EngineTransport
-from pdrt.data.transport.lane import EngineError, Life, Naps, set_default, setting
+from pdrt.data.transport.lane import EngineError, Life, Naps, Unproven, set_default, setting
 from pdrt.errors import ConfigError
 
 MOST_RUNS: Final = 512  # its queue for one peer holds 1,024
+MODULE: Final = f"{NEEDS['mooncake'].modules[0]}.engine"
 _DONE: Final = 1
 _UNDECIDED: Final = (0, -2)  # under way; late, but still under way
 _RDMA: Final = Path("/sys/class/infiniband")
@@ -48,8 +55,10 @@ class MooncakeEngine:
     name = "mooncake"
     most_runs = MOST_RUNS
 
-    def __init__(self, library: Library, host: str) -> None:
+    def __init__(self, library: Library, host: str, failed: type[EngineError] = Unproven) -> None:
+        """`failed`: what a run's failure is."""
         self._library: Library | None = library
+        self._is_ipv6, self._failed = ":" in host, failed
         self._session = f"{bracketed(host)}:{library.get_rpc_port()}"
         self._registered: list[int] = []
 
@@ -66,14 +75,23 @@ class MooncakeEngine:
         assert self._library is not None
         try:
             session = contact.decode()
+            self._check_family(session)
             status = self._library.send_probe(session)
         except (UnicodeDecodeError, RuntimeError, TypeError) as error:
             raise EngineError(f"{contact!r}: {error}") from error
         if status:
             raise EngineError(f"{session} does not answer: status {status}")
-        link = MooncakeLink(self._library, session)
+        link = MooncakeLink(self._library, session, self._failed)
         link.open(self._registered[-1])
         return link
+
+    def _check_family(self, session: str) -> None:
+        """The engine of a process speaks either; the other it would only tell by a status."""
+        if session.startswith("[") != self._is_ipv6:
+            raise EngineError(
+                f"{session} and {self._session} are not of one family of addresses: give"
+                " [parallel] local_ip an IPv4 or an IPv6 address on both sides"
+            )
 
     def close(self) -> None:
         if self._library is not None:
@@ -83,8 +101,8 @@ class MooncakeEngine:
 
 
 class MooncakeLink:
-    def __init__(self, library: Library, session: str) -> None:
-        self._library, self._session = library, session
+    def __init__(self, library: Library, session: str, failed: type[EngineError]) -> None:
+        self._library, self._session, self._failed = library, session, failed
 
     def open(self, address: int) -> None:
         """The first write to a peer asks it where its memory is, and meanwhile delays the writes
@@ -97,10 +115,10 @@ class MooncakeLink:
             raise EngineError(f"{self._session} cannot be opened: status {status}")
 
     def put(self, runs: Runs, life: Life) -> None:
-        error, waiting = "", deque[int]()
+        refused, failed, waiting = "", "", deque[int]()
         for here, there, size in runs.tolist():
-            error = self._submit(waiting, here, there, size)
-            if error:
+            refused = self._submit(waiting, here, there, size)
+            if refused:
                 break
         naps = Naps(life)
         while waiting:
@@ -111,9 +129,11 @@ class MooncakeLink:
             waiting.popleft()
             naps = Naps(life)
             if status != _DONE:
-                error = error or f"status {status}"
-        if error:
-            raise EngineError(error)
+                failed = failed or f"status {status}"
+        if failed:
+            raise self._failed(failed)
+        if refused:
+            raise EngineError(refused)
 
     def close(self) -> None:
         pass
@@ -145,19 +165,21 @@ def open_mooncake(
     """Peers reach us at `local_ip`. Raises ConfigError, naming the setting and the cure."""
     check_device(config, sorted(entry.name for entry in _RDMA.iterdir()) if _RDMA.is_dir() else [])
     set_default("MC_LOG_LEVEL", "ERROR")  # read when it is imported
-    make = make or library()
-    with setting("MC_FORCE_TCP", "1" if config.mooncake_protocol == "tcp" else ""):
-        engine = make()
+    force_tcp = "1" if config.mooncake_protocol == "tcp" else ""
+    ipv6 = "1" if ":" in local_ip else ""  # read when it is imported, too
+    with setting("MC_FORCE_TCP", force_tcp), setting("MC_USE_IPV6", ipv6):
+        engine = (make or library())()
         status = engine.initialize(local_ip, "P2PHANDSHAKE", config.mooncake_protocol, config.nic)
     if status:
         raise ConfigError(
             f"[transfer] mooncake_protocol = {config.mooncake_protocol!r} cannot be used at"
             f" {local_ip} (status {status}): see the engine's own lines above"
         )
-    return EngineTransport(memory, MooncakeEngine(engine, local_ip))
+    failed = EngineError if config.mooncake_protocol == "rdma" else Unproven
+    return EngineTransport(memory, MooncakeEngine(engine, local_ip, failed))
 
 
-def library(module: str = "mooncake.engine") -> Callable[[], Library]:
+def library(module: str = MODULE) -> Callable[[], Library]:
     """Raises ConfigError when it cannot be imported."""
     try:
         engine: Callable[[], Library] = import_module(module).TransferEngine
@@ -171,8 +193,8 @@ def library(module: str = "mooncake.engine") -> Callable[[], Library]:
 def cure(error: ImportError) -> str:
     """The command that brings what is missing."""
     if "libibverbs" in str(error) or "libnuma" in str(error):
-        return "apt-get install libibverbs1 libnuma1"
-    return "pip install 'pdrt[mooncake]'"
+        return NEEDS["mooncake"].system
+    return NEEDS["mooncake"].pip
 
 
 def check_device(config: TransferSection, known: list[str]) -> None:

@@ -1,77 +1,67 @@
 """NIXL: one-sided writes over RDMA, EFA, and what UCX finds between two processes of one host.
 
-Each agent has a progress thread that sleeps in poll() until something arrives: it places what
-peers write over TCP, and costs 0.2 % of a core when idle. NIXL's own Python class cannot ask
-for that sleep (its thread spins), so the binding below it is used. Descriptor lists are made
-for each portion: 30 us for 1,024 runs, a tenth of what is saved against lists prepared once,
-and any offset can be written. Releasing a handle stops nothing, so nothing here relies on it.
+Descriptor lists are made for each portion: 30 us for 1,024 runs, a tenth of what is saved
+against lists prepared once, and any offset can be written. Releasing a handle stops nothing, so
+nothing here relies on it.
+
+Success is the target memory's: UCX flushes the connection behind each write, and the target
+answers a flush (over RDMA its NIC does: assumed, not verified on hardware). A broken connection
+is no proof of anything: over TCP the target's kernel may hold bytes that land when the process
+goes on, and which of its ways UCX has taken is not told, so it is none over RDMA either. Such a
+write stays unproven, and the peer is loaded anew before the next one. Between two processes of
+one host UCX copies at once, and their end is seen by the kernel.
 """
 
 from __future__ import annotations
 
 import ctypes
-import secrets
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from pdrt.config import TransferSection
+from pdrt.data.installed import NEEDS
 from pdrt.data.layout import Runs
 from pdrt.data.memory import SLOT_BYTES, HostMemory
 from pdrt.data.transport.engine import EngineTransport
-from pdrt.data.transport.lane import EngineError, Hopeless, Life, Naps, set_default, setting
+from pdrt.data.transport.lane import (
+    EngineError,
+    Hopeless,
+    Life,
+    Naps,
+    Unproven,
+    set_default,
+    setting,
+)
+from pdrt.data.transport.nixl_agent import Agent, BoundAgent
 from pdrt.errors import ConfigError
 
 MOST_RUNS: Final = 8192
-POLL_US: Final = 10_000  # how long the progress thread sleeps if UCX should forget to wake it
-BINDINGS: Final = ("nixl_cu12._bindings", "nixl_cu13._bindings", "nixl._bindings")
+PATIENCE_S: Final = 1.0  # for a failed write to be proven over, and for a new connection
+BINDINGS: Final = tuple(f"{module}._bindings" for module in NEEDS["nixl"].modules)
 _DEVICES: Final = (Path("/sys/class/net"), Path("/sys/class/infiniband"))
 
-Descriptors = npt.NDArray[np.uint64]  # rows of (address, length, device)
 
+@dataclass(slots=True)
+class Pair:
+    """A peer's agent, as we know it: its sessions here share one connection."""
 
-class Disconnected(EngineError):
-    """The connection is gone, and all that was on it with it."""
-
-
-class Agent(Protocol):
-    """What is used of a NIXL agent. Each call raises EngineError; all may be made by any thread."""
-
-    def register(self, address: int, size: int) -> None: ...
-
-    def metadata(self) -> bytes: ...
-
-    def load(self, metadata: bytes) -> str:
-        """The name of the agent that it describes."""
-        ...
-
-    def forget(self, name: str) -> None: ...
-
-    def prepare(self, here: Descriptors, there: Descriptors, name: str) -> int:
-        """A handle of a write that has not begun."""
-        ...
-
-    def post(self, handle: int) -> bool:
-        """Begin; True when it is done already."""
-        ...
-
-    def is_done(self, handle: int) -> bool: ...
-
-    def release(self, handle: int) -> None: ...
-
-    def close(self) -> None: ...
+    contact: bytes
+    name: str
+    links: int = 0
+    writes: int = 0  # under way
+    is_lost: bool = False  # its connection
 
 
 class NixlEngine:
-    """One agent and the peers that it knows; two sessions of one peer share its connection."""
+    """One agent and the peers that it knows."""
 
     name = "nixl"
     most_runs = MOST_RUNS
@@ -79,8 +69,7 @@ class NixlEngine:
     def __init__(self, agent: Agent) -> None:
         self._agent, self._ours = agent, 0
         self._lock = Lock()  # guards what follows
-        self._names: dict[bytes, str] = {}
-        self._links: Counter[bytes] = Counter()
+        self._pairs: dict[bytes, Pair] = {}
 
     def register(self, address: int, size: int) -> None:
         try:
@@ -94,49 +83,94 @@ class NixlEngine:
 
     def connect(self, contact: bytes, probe: int) -> NixlLink:
         with self._lock:  # what is loaded again under a write makes it look lost
-            if contact not in self._names:
-                self._names[contact] = self._agent.load(contact)
-            self._links[contact] += 1
-            name = self._names[contact]
-        return NixlLink(self._agent, name, (self._ours, probe), lambda: self._part(contact))
+            pair = self._pairs.get(contact)
+            if pair is None:
+                pair = self._pairs[contact] = Pair(contact, self._agent.load(contact))
+            pair.links += 1
+        return NixlLink(self, self._agent, pair, (self._ours, probe))
+
+    def enter(self, pair: Pair) -> bool:
+        """A write to it may begin. False: others are still on the connection that was lost.
+
+        Raises EngineError when it cannot be connected again.
+        """
+        with self._lock:
+            if pair.is_lost and pair.writes:
+                return False
+            if pair.is_lost:
+                self._forget(pair)
+                pair.name = self._agent.load(pair.contact)
+                pair.is_lost = False
+            pair.writes += 1
+            return True
+
+    def leave(self, pair: Pair, is_lost: bool) -> None:
+        """The write has left the connection, or lost it."""
+        with self._lock:
+            pair.writes -= 1
+            pair.is_lost = pair.is_lost or is_lost
+
+    def part(self, pair: Pair) -> None:
+        with self._lock:
+            pair.links -= 1
+            if not pair.links:
+                del self._pairs[pair.contact]
+                self._forget(pair)
 
     def close(self) -> None:
         self._agent.close()
 
-    def _part(self, contact: bytes) -> None:
-        with self._lock:
-            self._links[contact] -= 1
-            if not self._links[contact]:
-                del self._links[contact]
-                with suppress(EngineError):  # lost, and NIXL has forgotten it already
-                    self._agent.forget(self._names.pop(contact))
+    def _forget(self, pair: Pair) -> None:
+        with suppress(EngineError):  # lost, and NIXL has forgotten it already
+            self._agent.forget(pair.name)
 
 
 class NixlLink:
     def __init__(
-        self, agent: Agent, name: str, probe: tuple[int, int], part: Callable[[], None]
+        self, engine: NixlEngine, agent: Agent, pair: Pair, probe: tuple[int, int]
     ) -> None:
         """`probe`: what can be read here and be written there at any time."""
-        self._agent, self._name, self._probe, self._part = agent, name, probe, part
+        self._engine, self._agent, self.pair, self._probe = engine, agent, pair, probe
 
     def put(self, runs: Runs, life: Life) -> None:
+        self._enter(life)
+        is_lost = False
+        try:
+            self._carry(runs, life)
+        except (_NotBegun, Unproven):
+            is_lost = True
+            raise
+        finally:
+            self._engine.leave(self.pair, is_lost)
+
+    def close(self) -> None:
+        self._engine.part(self.pair)
+
+    def _enter(self, life: Life) -> None:
+        naps = Naps(life)
+        while not self._engine.enter(self.pair):
+            if naps.waited_s > PATIENCE_S:
+                raise EngineError("the connection is lost, and others' writes are still on it")
+            naps.nap()
+
+    def _carry(self, runs: Runs, life: Life) -> None:
         handle = self._prepare(runs)
         try:
             self._finish(handle, life)
-        except (Disconnected, Hopeless):
+        except (Unproven, Hopeless):
             raise
-        except EngineError:
-            self._settle(life)
+        except EngineError as error:
+            self._prove_over(error, life)
             raise
-
-    def close(self) -> None:
-        self._part()
 
     def _prepare(self, runs: Runs) -> int:
         here, there = np.zeros((2, len(runs), 3), dtype=np.uint64)
         here[:, 0], there[:, 0] = runs[:, 0], runs[:, 1]
         here[:, 1] = there[:, 1] = runs[:, 2]
-        return self._agent.prepare(here, there, self._name)
+        try:
+            return self._agent.prepare(here, there, self.pair.name)
+        except EngineError as error:
+            raise _NotBegun(str(error)) from error
 
     def _finish(self, handle: int, life: Life) -> None:
         naps = Naps(life)
@@ -149,14 +183,16 @@ class NixlLink:
             with suppress(EngineError):
                 self._agent.release(handle)
 
-    def _settle(self, life: Life) -> None:
+    def _prove_over(self, failure: EngineError, life: Life) -> None:
         """Runs of a failed write may be on their way: wait until they cannot be any more.
 
-        NIXL flushes the connection behind each write, so one that ends well proves that those
-        before it are over. Where there is nothing to write to, the peer's end is waited for.
+        NIXL flushes the connection behind each write, so one that ends well on the same
+        connection proves that those before it are over. Raises Unproven when none does.
         """
         naps = Naps(life)
         while not self._is_flushed(life):
+            if naps.waited_s > PATIENCE_S:
+                raise Unproven(str(failure)) from failure
             naps.nap()
 
     def _is_flushed(self, life: Life) -> bool:
@@ -165,95 +201,15 @@ class NixlLink:
             return False
         try:
             self._finish(self._prepare(np.array([[here, there, SLOT_BYTES]])), life)
-        except Hopeless:
+        except (Unproven, Hopeless):
             raise
-        except EngineError as error:
-            return isinstance(error, Disconnected)
+        except EngineError:
+            return False
         return True
 
 
-class BoundAgent:
-    """The agent of NIXL's own binding."""
-
-    def __init__(self, library: ModuleType, backend: str) -> None:
-        """Raises EngineError when the back end cannot be had."""
-        config = library.nixlAgentConfig()
-        config.useProgThread, config.pthrDelay = True, POLL_US
-        config.syncMode = library.NIXL_THREAD_SYNC_RW
-        self._nixl, self._name = library, f"pdrt-{secrets.token_hex(8)}"
-        with self._mapped():
-            self._agent = library.nixlAgent(self._name, config)
-            self._backends = [self._agent.createBackend(backend, {})]
-        self._registered: list[object] = []
-
-    def register(self, address: int, size: int) -> None:
-        with self._mapped():
-            area = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, size, 0, "")])
-            self._agent.registerMem(area, self._backends)
-        self._registered.append(area)
-
-    def metadata(self) -> bytes:
-        with self._mapped():
-            metadata: bytes = self._agent.getLocalMD()
-        return metadata
-
-    def load(self, metadata: bytes) -> str:
-        if metadata == self.metadata():  # of ourselves NIXL knows already
-            return self._name
-        with self._mapped():
-            name: str | bytes = self._agent.loadRemoteMD(metadata)
-        return name.decode() if isinstance(name, bytes) else name
-
-    def forget(self, name: str) -> None:
-        if name == self._name:
-            return
-        with self._mapped():
-            self._agent.invalidateRemoteMD(name)
-
-    def prepare(self, here: Descriptors, there: Descriptors, name: str) -> int:
-        nixl = self._nixl
-        with self._mapped():
-            local, remote = (nixl.nixlXferDList(nixl.DRAM_SEG, each) for each in (here, there))
-            handle: int = self._agent.createXferReq(
-                nixl.NIXL_WRITE, local, remote, name, b"", self._backends
-            )
-        return handle
-
-    def post(self, handle: int) -> bool:
-        with self._mapped():
-            return self._is_success(self._agent.postXferReq(handle, b""))
-
-    def is_done(self, handle: int) -> bool:
-        with self._mapped():
-            return self._is_success(self._agent.getXferStatus(handle))
-
-    def release(self, handle: int) -> None:
-        with self._mapped():
-            self._agent.releaseXferReq(handle)
-
-    def close(self) -> None:
-        for area in self._registered:
-            with suppress(EngineError), self._mapped():
-                self._agent.deregisterMem(area, self._backends)
-        self._registered.clear()
-        del self._agent  # the last reference: its thread and its sockets go
-
-    def _is_success(self, status: object) -> bool:
-        if status not in (self._nixl.NIXL_SUCCESS, self._nixl.NIXL_IN_PROG):
-            raise EngineError(str(status))
-        return bool(status == self._nixl.NIXL_SUCCESS)
-
-    @contextmanager
-    def _mapped(self) -> Iterator[None]:
-        """NIXL's errors have no common class."""
-        try:
-            yield
-        except EngineError:
-            raise
-        except self._nixl.nixlRemoteDisconnectError as error:
-            raise Disconnected(str(error)) from error
-        except Exception as error:
-            raise EngineError(str(error) or repr(error)) from error
+class _NotBegun(EngineError):
+    """It could not even be prepared, which a peer that was loaded anew may cure."""
 
 
 def open_nixl(
@@ -263,10 +219,10 @@ def open_nixl(
     bindings: Sequence[str] = BINDINGS,
 ) -> EngineTransport:
     """NIXL finds its own addresses. Raises ConfigError, naming the setting and the cure."""
+    set_default("NIXL_LOG_LEVEL", "FATAL")  # read when it is imported; it raises what goes wrong
+    set_default("UCX_LOG_LEVEL", "fatal")
     library = _library(bindings)
     _check_nic(config)
-    set_default("NIXL_LOG_LEVEL", "FATAL")  # what goes wrong is raised too
-    set_default("UCX_LOG_LEVEL", "fatal")
     try:
         with setting("UCX_NET_DEVICES", config.nic):
             agent = BoundAgent(library, config.nixl_backend)
@@ -290,7 +246,7 @@ def _library(bindings: Sequence[str]) -> ModuleType:
         except ImportError as error:
             problems.append(str(error))
     raise ConfigError(
-        f"[transfer] transport nixl is not installed ({problems[0]}): pip install 'pdrt[nixl]'"
+        f"[transfer] transport nixl is not installed ({problems[0]}): {NEEDS['nixl'].install}"
     )
 
 

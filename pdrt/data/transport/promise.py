@@ -2,8 +2,10 @@
 
 The promise that the rest of pdrt is built on: each started write ends exactly once, after
 `abort`, after a lost peer and at `close` too, and once it has ended the transport never touches
-its memory again, here or there. Blocks are given back on that end and on nothing else. Within
-one write the slot is written last; writes of their own promise no order among each other.
+its memory again, here or there. Blocks are given back on that end and on nothing else. So where
+nothing proves that a write is over (a foreign engine's, whose connection broke or whose peer
+stands still), its end waits for the peer's death; at `close` it is left out rather than made up.
+Within one write the slot is written last; writes of their own promise no order among each other.
 """
 
 from __future__ import annotations
@@ -94,7 +96,10 @@ class Transport(Protocol):
         ...
 
     def detach(self, peer: str) -> None:
-        """The peer is gone: end its writes, let its memory go. Unknown ones are no error."""
+        """The peer is gone: end its writes, let its memory go. Unknown ones are no error.
+
+        That proves no death: a write which may still land ends later all the same.
+        """
         ...
 
     def start(self, write: Write) -> None:
@@ -123,5 +128,5 @@ class Transport(Protocol):
         ...
 
     async def close(self) -> None:
-        """End every write, then let go of the memory and the peers."""
+        """End every write that can be proven over, then let go of the memory and the peers."""
         ...

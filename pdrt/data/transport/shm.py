@@ -12,14 +12,13 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Final
 
-from pdrt.data.layout import Runs
 from pdrt.data.memory import HostMemory, MemoryHandle, PeerMemory
 from pdrt.data.transport.copying import copy, pieces
+from pdrt.data.transport.jobs import CLOSED, Job, Jobs, refusal
 from pdrt.data.transport.promise import Areas, Ended, Key, Peer, Write, offered
 from pdrt.errors import TransferFailed
 
@@ -27,22 +26,14 @@ AT_ONCE: Final = 1 << 20  # bytes: about 0.2 ms, less than a thread may take to 
 
 
 @dataclass(slots=True)
-class _Job:
-    write: Write
-    is_copying: bool = False
-    is_over: bool = False
-    stop: str | None = None  # why it shall end early
-
-
-@dataclass(slots=True)
 class _Lane:
     """One peer's memory and the writes to it, in order."""
 
     memory: PeerMemory
-    jobs: deque[_Job] = field(default_factory=deque)
+    jobs: deque[Job] = field(default_factory=deque)
     is_served: bool = False  # a thread has it, or will
 
-    def next(self) -> _Job | None:
+    def next(self) -> Job | None:
         while self.jobs:
             job = self.jobs.popleft()
             if not job.is_over:
@@ -56,12 +47,9 @@ class ShmTransport:
     def __init__(self, memory: HostMemory, threads: int, at_once: int = AT_ONCE) -> None:
         """Writes of up to `at_once` bytes to an idle peer are copied by who starts them."""
         self._memory, self._at_once = memory, at_once
-        self._loop = asyncio.get_running_loop()
-        self._ends: asyncio.Queue[Ended | None] = asyncio.Queue()
-        self._lock = threading.Lock()  # guards all that follows
+        self._jobs = Jobs()
+        self._lock = self._jobs.lock  # guards all that follows
         self._lanes: dict[str, _Lane] = {}
-        self._jobs: dict[int, _Job] = {}
-        self._is_closed = False
         self._ready: SimpleQueue[_Lane | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._serve, name=f"pdrt-copy-{n}", daemon=True)
@@ -87,24 +75,30 @@ class ShmTransport:
         handle = MemoryHandle.unpack(offered(peer, self.name))
         if handle.size != peer.region.size:
             raise TransferFailed(f"{peer.name} describes {peer.region.size} of {handle.size} bytes")
-        memory = await asyncio.to_thread(PeerMemory, handle, peer.process)
+        try:
+            memory = await asyncio.to_thread(PeerMemory, handle, peer.process)
+        except RuntimeError as error:  # no thread is to be had
+            raise TransferFailed(f"shm does not reach {peer.name}: {error}") from error
         with self._lock:
             self._lanes.setdefault(peer.name, _Lane(memory))
 
     def detach(self, peer: str) -> None:
         with self._lock:
             if self._lanes.pop(peer, None):
-                for job in [j for j in self._jobs.values() if j.write.peer == peer]:
-                    self._stop(job, "the peer is gone")
+                for job in self._jobs.all():
+                    if job.write.peer == peer:
+                        self._jobs.stop(job, "the peer is gone")
 
     def start(self, write: Write) -> None:
+        jobs = self._jobs
         with self._lock:
             lane = self._lanes.get(write.peer)
-            error = self._refusal(write, lane)
+            there = lane.memory.size if lane else None
+            error = refusal(write, self._memory, there, jobs.is_closed)
             if lane is None or error:
-                self._tell(Ended(write.id, error))
+                jobs.tell(Ended(write.id, error))
                 return
-            job = self._jobs[write.id] = _Job(write)
+            job = jobs.begin(write)
             if write.size > self._at_once or lane.is_served:
                 lane.jobs.append(job)
                 if not lane.is_served:
@@ -112,16 +106,15 @@ class ShmTransport:
                     self._ready.put(lane)
                 return
             # No thread has this lane, and only this loop gives it work: it is ours meanwhile.
-            job.is_copying = True
+            job.is_running = True
         error = self._copy(job, lane.memory)
         with self._lock:
-            del self._jobs[write.id]
-        self._ends.put_nowait(Ended(write.id, error))  # we are the loop: nobody is to be woken
+            jobs.end_at_once(job, error)
 
     def abort(self, write: int) -> None:
         with self._lock:
             if job := self._jobs.get(write):
-                self._stop(job, "aborted")
+                self._jobs.stop(job, "aborted")
 
     def admit(self, key: Key, areas: Areas) -> None:
         pass  # who has mapped our memory can write to all of it
@@ -129,47 +122,22 @@ class ShmTransport:
     def revoke(self, _key: Key, _through: frozenset[str]) -> bool:
         return False
 
-    async def ends(self) -> AsyncIterator[Ended]:
-        while (end := await self._ends.get()) is not None:
-            yield end
+    def ends(self) -> AsyncIterator[Ended]:
+        return self._jobs.ends()
 
     async def close(self) -> None:
         with self._lock:
-            if self._is_closed:
+            if self._jobs.is_closed:
                 return
-            self._is_closed = True
-            for job in list(self._jobs.values()):
-                self._stop(job, "the transport is closed")
+            self._jobs.is_closed = True
+            for job in self._jobs.all():
+                self._jobs.stop(job, CLOSED)
         for _ in self._threads:
             self._ready.put(None)
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
         self._lanes.clear()
-        self._loop.call_soon(self._ends.put_nowait, None)  # after the ends that are on their way
-
-    def _refusal(self, write: Write, lane: _Lane | None) -> str | None:
-        if self._is_closed:
-            return "the transport is closed"
-        if lane is None:
-            return f"{write.peer} is not attached"
-        if not _fits(write, self._memory.size, lane.memory.size):
-            return "a run lies outside the memory"
-        return None
-
-    def _stop(self, job: _Job, reason: str) -> None:
-        """A write that waits ends here and now; one that is being copied, at its next piece."""
-        job.stop = job.stop or reason
-        if not job.is_copying:
-            self._end(job, job.stop)
-
-    def _end(self, job: _Job, error: str | None) -> None:
-        job.is_over = True
-        del self._jobs[job.write.id]
-        self._tell(Ended(job.write.id, error))
-
-    def _tell(self, end: Ended) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(self._ends.put_nowait, end)
+        self._jobs.finish()
 
     def _serve(self) -> None:
         """A thread: one write of one lane, then the lane's next turn."""
@@ -179,13 +147,13 @@ class ShmTransport:
                 if job is None:
                     lane.is_served = False
                     continue
-                job.is_copying = True
+                job.is_running = True
             error = self._copy(job, lane.memory)
             with self._lock:
-                self._end(job, error)
+                self._jobs.end(job, error)
                 self._ready.put(lane)
 
-    def _copy(self, job: _Job, memory: PeerMemory) -> str | None:
+    def _copy(self, job: Job, memory: PeerMemory) -> str | None:
         """Why the write failed, or None."""
         source, target = self._memory.address, memory.address
         try:
@@ -201,19 +169,6 @@ class ShmTransport:
             _fence()
             ctypes.memmove(target + slot.at, slot.data, len(slot.data))
         return None
-
-
-def _fits(write: Write, source_size: int, target_size: int) -> bool:
-    runs: Runs = write.runs
-    slot = write.slot
-    if slot and not 0 <= slot.at <= target_size - len(slot.data):
-        return False
-    if not len(runs):
-        return True
-    ends = runs[:, :2] + runs[:, 2:]
-    return bool(
-        runs.min() >= 0 and ends[:, 0].max() <= source_size and ends[:, 1].max() <= target_size
-    )
 
 
 def _fence() -> None:
