@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -136,6 +137,11 @@ class Network:
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
+
+    def cut_now(self) -> None:
+        """The same, before anybody can turn to anything else."""
+        for writer in self._writers:
+            writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
     def swallow(self) -> None:
         """Nothing passes any more, and nobody is told."""

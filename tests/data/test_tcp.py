@@ -194,6 +194,16 @@ async def test_nothing_lands_outside_of_what_was_admitted(
     assert not any(memory.slots_view)
 
 
+async def test_the_slot_of_a_write_that_failed_stays_empty(rig: Bench) -> None:
+    """Though the slot itself was admitted: it would vouch for bytes that are not there."""
+    memory, size = rig.peers["a"], LAYOUT.block_bytes
+    areas = [[0, 64], [memory.pool_at + 3 * size, size]]
+    target(rig).admit(OTHER, np.array(areas, dtype=np.int64))
+    rig.transport.start(rig.write(1, "a", [3, 4], SLOT, OTHER))
+    assert await end_of(rig, 1) == OUTSIDE
+    assert not any(memory.slots_view)
+
+
 async def test_a_probe_stays_in_the_probe_area(rig: Bench) -> None:
     rig.transport.start(rig.write(1, "a", [3], key=None))
     assert await end_of(rig, 1) == OUTSIDE

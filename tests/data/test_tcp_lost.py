@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from asyncio.subprocess import PIPE
@@ -55,6 +56,35 @@ async def test_a_connection_that_was_cut_while_idle_costs_nothing(
             await asyncio.sleep(0)
     assert all(rig.block("a", n) == rig.source_block(n) for n in range(5))
     assert network.connections == 10  # two stripes each
+
+
+async def test_a_connection_that_was_cut_a_moment_ago_costs_nothing(
+    rig: Bench, network: Network
+) -> None:
+    """CASES 15: its end has arrived, but our loop has not heard of it yet."""
+    rig.transport.start(rig.write(1, "c", [1]))
+    assert await end_of(rig, 1) is None
+    network.cut_now()
+    rig.transport.start(rig.write(2, "c", [2], SLOT))
+    assert await end_of(rig, 2) is None
+    assert rig.block("a", 2) == rig.source_block(2)
+
+
+async def test_a_target_that_is_let_go_says_that_it_places_nothing_more(rig: Bench) -> None:
+    """CASES 50: its blocks may be given away when the write has ended."""
+    memory = rig.peers["b"]
+    for number in range(20):
+        await rig.transport.attach(rig.peer("b"))
+        rig.transport.start(rig.write(number, "b", LARGE))
+        while not memory.array.any():
+            await asyncio.sleep(0)
+        rig.transport.detach("b")
+        assert await end_of(rig, number) == "the peer is gone"
+        memory.array[:] = 0
+        await asyncio.to_thread(os.sched_yield)
+        assert not memory.array.any()
+    await rig.targets["b"].close()
+    assert not memory.array.any()
 
 
 async def test_a_connection_that_a_network_forgot_is_found_out_before_a_write_is_risked() -> None:

@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdrt.data.layout import NO_RUNS
@@ -65,11 +65,12 @@ def test_a_frame_has_no_more_runs_than_a_vector_has_room_for() -> None:
     st.integers(1, 40),
     st.integers(1, 1 << 17),
 )
+@example([0, 3 * PIECE // 2, 0, 0, 7, 0], 1, 1)  # empty runs, alone in their portions
 @settings(max_examples=30, deadline=None)
 def test_a_vector_sends_and_fills_each_byte_in_its_place(
     lengths: list[int], small: int, buffer: int
 ) -> None:
-    lengths += [7] * small  # runs that share a portion
+    lengths = [*lengths, *[7] * small]  # runs that share a portion
     total = sum(lengths)
     source = np.random.default_rng(total).integers(0, 256, total, dtype=np.uint8)
     target = np.zeros(total, dtype=np.uint8)

@@ -96,6 +96,7 @@ class Vector:
         step = max(1, end * PIECE // max(1, self.left))  # as if all rows had one length
         self._portions = [*range(0, end, step), end]
         self._next = self._row = 0
+        self._moved(0, 0)
 
     def _add_cut(self, base: int, runs: Areas, row: int) -> int:
         """Large runs, which are few, as rows of at most PIECE bytes; where they end."""
@@ -139,14 +140,18 @@ class Vector:
         return True
 
     def _moved(self, count: int, last: int) -> None:
-        """So many bytes are through of what reaches to the portion `last`."""
+        """So many bytes are through of what reaches to the portion `last`; empty rows are passed.
+
+        A call for empty rows alone would look like the end of the connection.
+        """
         self.left -= count
-        numbers, row, end = self._numbers, self._row, self._portions[last]
-        if end - row > _FEW:
-            sums = self._rows[row:end, 1].cumsum()
-            whole = int(np.searchsorted(sums, count, side="right"))
+        numbers, row = self._numbers, self._row
+        if self._portions[last] - row > _FEW:
+            sums = self._rows[row : self._portions[last], 1].cumsum()
+            whole = int(sums.searchsorted(count, side="right"))
             count -= int(sums[whole - 1]) if whole else 0
             row += whole
+        end = self._portions[-1]
         while row < end and count >= numbers[2 * row + 1]:
             count -= numbers[2 * row + 1]
             row += 1
@@ -154,7 +159,7 @@ class Vector:
             numbers[2 * row] += count
             numbers[2 * row + 1] -= count
         self._row = row
-        while self._next < last and self._portions[self._next + 1] <= row:
+        while self._next < len(self._portions) - 1 and self._portions[self._next + 1] <= row:
             self._next += 1
 
 
