@@ -226,6 +226,7 @@ class Attach:
     rank: Rank = Rank()
     tp: Annotated[int, Field(ge=1, le=1024)] = 1  # of the decode instance
     checksums: bool = False  # it checks each block's, so they must be written
+    number: Count = 0  # of this meeting; one with a higher number begins anew, with a new trial
 
 
 @_wire
@@ -285,6 +286,7 @@ class Attached:
     process: Process
     transport: Short = ""  # the way that both can go, tried by a real transfer ...
     gb_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # ... that was so fast
+    number: Count = 0  # the Attach's
 
 
 @_wire
@@ -295,6 +297,7 @@ class Refused:
     session: Short
     problem: Problem
     process: Process | None = None  # who refuses
+    number: Count = 0  # the Attach's
 
 
 @_wire

@@ -93,7 +93,12 @@ def transfers(
         layout=memory.layout,
         memory=memory,
         transport=open_transport(
-            spec.config.transfer, memory, spec.disagg.local_ip, spec.key, _store(spec)
+            spec.config.transfer,
+            memory,
+            spec.disagg.local_ip,
+            spec.key,
+            _store(spec),
+            spec.config.timeouts.attach_s,
         ),
         key=spec.key,
         local_ip=spec.disagg.local_ip,

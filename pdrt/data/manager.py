@@ -34,7 +34,7 @@ from pdrt.data.events import TransferEvent
 from pdrt.data.limits import Limits, Patience
 from pdrt.data.memory import PoolMemory
 from pdrt.data.metadata import MetadataBufferPool
-from pdrt.data.probe import Prober, Way, is_signed, reach_ourselves, signature
+from pdrt.data.probe import Prober, Signature, Way, reach_ourselves
 from pdrt.data.process import DeathWatch, this_process
 from pdrt.data.receivers import Receivers, Receiving
 from pdrt.data.senders import Senders, Sending
@@ -43,7 +43,7 @@ from pdrt.data.transport.checked import CheckedTransport
 from pdrt.data.transport.promise import Peer, Transport
 from pdrt.data.ways import Ways, no_way, nothing_came
 from pdrt.data.wire import Wire
-from pdrt.errors import BadMessage, PdrtError, PeerLost, Unavailable
+from pdrt.errors import BadMessage, PdrtError, PeerLost, TransferFailed, Unavailable
 from pdrt.keys import ClusterKey
 from pdrt.messages import (
     FROM_DECODE,
@@ -107,7 +107,7 @@ class KVTransferManager:
         if self.role == "prefill":
             self.transport = CheckedTransport(self.transport, self.memory)
         self._cells = Cells(self.memory)
-        self._wire = Wire(self.key, self.local_ip)
+        self._wire = Wire(self.key, self.local_ip, self.limits.peers)
         self._process = this_process()
         self._patience = Patience.of(self.timeouts)
         self._slots = MetadataBufferPool(
@@ -379,8 +379,8 @@ class KVTransferManager:
     ) -> None:
         """What takes a while: its answer comes back to the desk."""
         match effect:
-            case out.AttachPeer(peer):
-                group.create_task(self._attach_peer(peer))
+            case out.AttachPeer(peer, number):
+                group.create_task(self._attach_peer(peer, number))
             case out.VerifyBlocks():
                 group.create_task(self._verify(effect))
             case out.FindRoute():
@@ -388,11 +388,11 @@ class KVTransferManager:
             case _:
                 assert_never(effect)
 
-    async def _attach_peer(self, peer: Peer) -> None:
+    async def _attach_peer(self, peer: Peer, number: int) -> None:
         sessions = self._sending.sessions
         try:
-            way = await self._prober.reach(peer, signature(peer.name, self._process))
-        except PdrtError as error:
+            way = await self._prober.reach(peer, Signature(peer.name, self._process, number))
+        except TransferFailed as error:
             session = sessions.get(peer.name)
             there = f"{peer.name} at {session.endpoint if session else 'nowhere any more'}"
             here = f"{self.rank} at {self._wire.endpoint}"
@@ -409,10 +409,11 @@ class KVTransferManager:
         """An Attached counts when the bytes that it speaks of are here."""
         if not isinstance(message, Attached) or message.session != self._session:
             return message
-        for peer in self._receiving.peers.by_process(message.process):
-            if self._ways.is_known(peer.name):
+        sign = Signature(self._session, message.process, message.number)
+        for peer in self._receiving.peers.meeting(message):
+            if peer.is_attached:
                 continue  # said again
-            if not is_signed(self.memory, signature(self._session, message.process)):
+            if not sign.is_in(self.memory):
                 return nothing_came(message, peer.endpoint, self._wire.endpoint)
             way = Way(message.transport, message.gb_per_s)
             self._ways.know(peer.name, peer.endpoint, way)

@@ -40,7 +40,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """Nothing more is said to this endpoint."""
+    """Nothing more is said to this endpoint; what was said just now still goes out."""
 
     endpoint: str
 
@@ -64,9 +64,13 @@ class AbortWrite:
 
 @dataclass(frozen=True, slots=True)
 class AttachPeer:
-    """Make the peer's memory reachable; the answer is `attached` or `not_attached`."""
+    """Make the peer's memory reachable; the answer is `attached` or `not_attached`.
+
+    `number` is that of the meeting, which the peer will look for in the trial's signature.
+    """
 
     peer: Peer
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from pdrt.config import bracketed
@@ -24,7 +24,7 @@ from pdrt.data.outward import ForgetRoute, HangUp, Outward, Tell, WatchLife
 from pdrt.data.peer import Beat, Died, Health, Miss, feed
 from pdrt.data.pulse import Pulse
 from pdrt.data.transfer import Key
-from pdrt.messages import Attach, Attached, Ping, Process, RankAddress, Route
+from pdrt.messages import Attach, Attached, Ping, Process, RankAddress, Refused, Route
 
 _FORGET_S = 60.0  # a dead peer that nobody needs
 
@@ -39,6 +39,7 @@ class PrefillPeer:
     address: RankAddress
     endpoint: str
     pulse: Pulse
+    number: int  # of our meeting: what it says of an earlier one does not count
     health: Health = Health.UNKNOWN
     is_attached: bool = False
     is_fenced: bool = False
@@ -71,6 +72,7 @@ class PrefillPeers:
         self._attach, self._patience = attach, patience
         self._outbox, self._counters = outbox, counters
         self._by_name: dict[str, PrefillPeer] = {}
+        self._last_number = 0
 
     def get(self, name: str) -> PrefillPeer | None:
         return self._by_name.get(name)
@@ -87,7 +89,9 @@ class PrefillPeers:
         peer = self._by_name.get(name)
         if peer is None:
             pulse = Pulse(self._patience.every, self._patience.answer, now)
-            peer = self._by_name[name] = PrefillPeer(name, address, endpoint, pulse)
+            same = self.by_process(process)
+            number = same[0].number if same else self._new_number()
+            peer = self._by_name[name] = PrefillPeer(name, address, endpoint, pulse, number)
             self._outbox.append(WatchLife(process))
             self._beat(peer, now)
         peer.places[server, rank] = address.instance_epoch
@@ -103,9 +107,26 @@ class PrefillPeers:
             peer.pulse.answered(number)
             feed(peer, Beat())
 
+    def meeting(self, message: Attached | Refused) -> list[PrefillPeer]:
+        """The peers that this process is, if it is our present meeting that it speaks of."""
+        if message.process is None:
+            return []
+        peers = self.by_process(message.process)
+        return [peer for peer in peers if peer.number == message.number]
+
+    def meet_anew(self, process: Process) -> None:
+        """It is told and tried once more, whatever it thinks of us."""
+        number = self._new_number()
+        for peer in self.by_process(process):
+            peer.number, peer.is_attached = number, False
+
+    def _new_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
     def attached(self, message: Attached) -> list[PrefillPeer]:
         """The peers that this process is."""
-        peers = self.by_process(message.process)
+        peers = self.meeting(message)
         for peer in peers:
             peer.is_attached, peer.transport = True, message.transport
         return peers
@@ -123,7 +144,8 @@ class PrefillPeers:
         has_died = is_missing and feed(peer, Miss()) is Health.DEAD
         if is_due:
             if not peer.is_attached:
-                self._outbox.append(Tell(peer.endpoint, self._attach))
+                attach = replace(self._attach, number=peer.number)
+                self._outbox.append(Tell(peer.endpoint, attach))
             ping = Ping(session=self._attach.session, number=peer.pulse.number)
             self._outbox.append(Tell(peer.endpoint, ping))
         return has_died
@@ -184,7 +206,7 @@ class PrefillPeers:
         self._outbox.append(HangUp(peer.endpoint))
 
     def _give_up(self, peer: PrefillPeer) -> None:
-        peer.is_attached = False
+        self.meet_anew(peer.process)
         self._counters["peers_lost"] += 1
         self._outbox.extend(ForgetRoute(*server) for server, _ in peer.places)
 

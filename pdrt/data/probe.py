@@ -11,18 +11,22 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
 import numpy as np
+import structlog
 
 from pdrt.data.layout import Runs
 from pdrt.data.memory import SLOT_BYTES, HostMemory, PoolMemory
 from pdrt.data.process import this_process
+from pdrt.data.transport.attaching import attach, meeting
 from pdrt.data.transport.promise import Ended, Peer, SlotWrite, Transport, Write
 from pdrt.errors import ConfigError, PdrtError, TransferFailed
 from pdrt.messages import Process
+
+_log = structlog.get_logger()
 
 _FIRST_ID: Final = 1 << 62  # the senders count from 1
 _TIMES: Final = 3
@@ -52,22 +56,29 @@ class Way:
         return f"{self.transport}, {self.rounded:g} GB/s"
 
 
-def signature(session: str, writer: Process) -> bytes:
-    """What a writer leaves in a session's probe area."""
-    return hashlib.sha512(
-        f"{session} {writer.host} {writer.pid} {writer.started}".encode()
-    ).digest()
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a writer leaves in a session's probe area at their meeting of this number.
 
+    A session numbers its meetings from 1, and the next thousand each have a place of their own.
+    """
 
-def is_signed(memory: HostMemory, sign: bytes) -> bool:
-    at = _sign_at(memory.probe_at, memory.probe_bytes, sign)
-    return bytes(memory.view[at : at + SLOT_BYTES]) == sign
+    session: str
+    writer: Process
+    number: int
 
+    @property
+    def data(self) -> bytes:
+        writer = self.writer
+        text = f"{self.session} {self.number} {writer.host} {writer.pid} {writer.started}"
+        return hashlib.sha512(text.encode()).digest()
 
-def _sign_at(probe_at: int, probe_bytes: int, sign: bytes) -> int:
-    """Each writer has its own place, unless two of a thousand meet in the same millisecond."""
-    place = 1 + int.from_bytes(sign[:2], "little") % _SIGNS
-    return probe_at + probe_bytes - place * SLOT_BYTES
+    def at(self, probe_at: int, probe_bytes: int) -> int:
+        return probe_at + probe_bytes - (1 + self.number % _SIGNS) * SLOT_BYTES
+
+    def is_in(self, memory: HostMemory) -> bool:
+        at = self.at(memory.probe_at, memory.probe_bytes)
+        return bytes(memory.view[at : at + SLOT_BYTES]) == self.data
 
 
 class Prober:
@@ -91,29 +102,44 @@ class Prober:
             told.set_result(end.error)
         return end.id >= _FIRST_ID
 
-    async def reach(self, peer: Peer, sign: bytes) -> Way:
-        """Attach a peer and try the way to it. Raises PdrtError; then it is not attached."""
-        doing = "attaching"
-        try:
-            async with asyncio.timeout(self._limit_s):
-                await self._transport.attach(peer)
-            doing = f"a probe through {self._transport.via(peer.name)}"
-            async with asyncio.timeout(self._limit_s):
-                return await self._try_way(peer, sign)
-        except TimeoutError:
-            self._transport.detach(peer.name)
-            raise TransferFailed(f"{doing} did not end within {self._limit_s:g} s") from None
-        except BaseException:
-            self._transport.detach(peer.name)
-            raise
+    async def reach(self, peer: Peer, sign: Signature) -> Way:
+        """Attach a peer and try the way to it; when that fails, through what else it offers.
 
-    async def _try_way(self, peer: Peer, sign: bytes) -> Way:
+        Raises TransferFailed with every reason; then it is not attached.
+        """
+        refusals: list[str] = []
+        while True:
+            try:
+                await attach(self._transport, peer, self._attach_s)
+            except TransferFailed as error:
+                raise TransferFailed("; ".join([*refusals, str(error)])) from error
+            via = self._transport.via(peer.name)
+            try:
+                return await self._through(via, peer, sign)
+            except TransferFailed as error:
+                refusals.append(str(error))
+            peer = without(peer, via)
+            if not peer.region.offers.keys() & self._transport.offers.keys():
+                raise TransferFailed("; ".join(refusals))
+            _log.warning("transport_refused", transport=via, peer=peer.name, reason=refusals[-1])
+
+    @property
+    def _attach_s(self) -> float:
+        """Each of several transports that are tried in turn keeps to the limit by itself."""
+        return self._limit_s * max(1, len(self._transport.offers))
+
+    async def _through(self, via: str, peer: Peer, sign: Signature) -> Way:
+        doing = f"a probe through {via}"
+        async with meeting(self._transport, peer.name, doing, self._limit_s):
+            return await self._try_way(peer, sign)
+
+    async def _try_way(self, peer: Peer, sign: Signature) -> Way:
         region = peer.region
         size = min(region.probe_bytes, self._memory.probe_bytes) - _SIGNS * SLOT_BYTES
         if size <= 0 or region.probe_at + region.probe_bytes > region.size:
             raise TransferFailed("no area for probes is described")
         runs = np.array([[self._memory.probe_at, region.probe_at, size]], dtype=np.int64)
-        slot = SlotWrite(_sign_at(region.probe_at, region.probe_bytes, sign), sign)
+        slot = SlotWrite(sign.at(region.probe_at, region.probe_bytes), sign.data)
         times = [await self._write(peer.name, runs, None) for _ in range(_TIMES - 1)]
         times.append(await self._write(peer.name, runs, slot))
         return Way(self._transport.via(peer.name), size / max(min(times), 1e-9) / 1e9)
@@ -126,8 +152,15 @@ class Prober:
         self._transport.start(Write(number, peer, runs, slot))
         error = await told
         if error is not None:
-            raise TransferFailed(f"a probe write failed: {error}")
+            via = self._transport.via(peer)
+            raise TransferFailed(f"a probe write through {via} failed: {error}")
         return self._clock() - began
+
+
+def without(peer: Peer, transport: str) -> Peer:
+    """The same peer, as if it did not offer that."""
+    offers = {name: handle for name, handle in peer.region.offers.items() if name != transport}
+    return replace(peer, region=replace(peer.region, offers=offers))
 
 
 async def reach_ourselves(prober: Prober, transport: Transport, memory: PoolMemory) -> list[Way]:
@@ -135,11 +168,11 @@ async def reach_ourselves(prober: Prober, transport: Transport, memory: PoolMemo
     me, ways = this_process(), []
     for name, handle in transport.offers.items():
         session = f"self-{name}-{secrets.token_hex(4)}"
-        sign = signature(session, me)
+        sign = Signature(session, me, 0)
         try:
             way = await prober.reach(Peer(session, me, memory.region({name: handle})), sign)
             transport.detach(session)
-            if not is_signed(memory, sign):
+            if not sign.is_in(memory):
                 raise TransferFailed("what a probe wrote did not arrive")
         except PdrtError as error:
             raise ConfigError(

@@ -245,11 +245,10 @@ class Receivers:
         self._let_go(receiver, leg)
 
     def _refused(self, refused: Refused, now: float) -> None:
-        if refused.process is None:
-            return
-        for peer in self.peers.by_process(refused.process):
+        for peer in self.peers.meeting(refused):
             for key in list(peer.rooms):
                 self._feed(self.rooms[key], Broke(refused.problem), now)
+            self.peers.meet_anew(peer.process)
             if not peer.rooms:
                 self.peers.forget(peer)
 

@@ -180,7 +180,8 @@ class Senders:
     def receive(self, message: FromDecode, now: float, wall: float) -> None:
         match message:
             case Attach():
-                self.sessions.greet(message, now)
+                if session := self.sessions.greet(message, now):
+                    self._drop(session, "it begins anew")
             case Ping():
                 self.sessions.answer(message, now)
             case Handshake() | AbortTransfer():
@@ -273,12 +274,15 @@ class Senders:
 
     def died(self, process: Process, _now: float) -> None:
         for session in self.sessions.died(process):
-            self.early.drop(session.name)
-            self._lose(session, "its process has died")
+            self.counters["peers_lost"] += 1
+            self._drop(session, "its process has died")
 
     def tick(self, now: float, wall: float) -> None:
         for session in self.sessions.silent(now):
+            self.counters["peers_lost"] += 1
             self._lose(session, "it does not ping any more")
+        for session in self.sessions.forgotten(now):
+            self._drop(session, "it has been silent for long")
         for sender in [s for s in self.rooms.values() if s.deadline <= now]:
             self._break(sender, DeadlinePassed, "the deadline has passed")
         for shake in self.early.expired(now):
@@ -304,8 +308,11 @@ class Senders:
         """Of these, how many have a write that was asked to end longer ago than the grace time."""
         return sum(self.writes.is_sealed(key) for key in self._open.overdue(now))
 
+    def _drop(self, session: Session, cause: str) -> None:
+        self.early.drop(session.name)
+        self._lose(session, cause)
+
     def _lose(self, session: Session, cause: str) -> None:
-        self.counters["peers_lost"] += 1
         for key in list(session.rooms):
             self._break(self.rooms[key], PeerLost, f"decode worker at {session.endpoint}: {cause}")
 

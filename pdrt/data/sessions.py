@@ -1,9 +1,13 @@
-"""The decode workers that a prefill rank writes to: who they are, and whether they live."""
+"""The decode workers that a prefill rank writes to: who they are, and whether they live.
+
+Who is silent for long is forgotten, that its place goes to another; that proves nothing of the
+writes to it, which end when the transport says so. Should it come back, it is met anew.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdrt.data.layout import Part
 from pdrt.data.limits import Limits, Patience
@@ -52,7 +56,9 @@ class Session:
     part: Part  # what of each block is ours to write
     decode_ranks: int  # of its instance, which shake hands with us for each of its attempts
     health: Health = Health.UNKNOWN
-    is_attached: bool = False
+    is_attached: bool = False  # if not, the way to it is being tried
+    tried: int = 0  # the number of the meeting for which it was, or is
+    dead_at: float = 0.0
     transport: str = ""  # what it is written through, once that was tried ...
     gb_per_s: float = 0.0  # ... and was so fast
     number: int = 0  # highest of its handshakes and aborts: what is not above it comes too late
@@ -94,17 +100,29 @@ class Sessions:
         session.silence.heard(now)
         feed(session, Beat())
 
-    def greet(self, attach: Attach, now: float) -> None:
-        """A decode worker wants to be written to. Said again, it is answered again."""
+    def greet(self, attach: Attach, now: float) -> Session | None:
+        """A decode worker wants to be written to. Said again, it is answered again.
+
+        Returns one that begins anew, when it has given up what was promised to it before.
+        """
         known = self._by_name.get(attach.session)
         if known is None:
             self._greet_new(attach, now)
-        elif known.attach != attach:
+            return None
+        if replace(attach, number=known.attach.number) != known.attach:
             self._counters["dropped_attach_conflict"] += 1
-        else:
-            self.heard(known, now)
-            if known.is_attached:
-                self._welcome(known)
+            return None
+        self.heard(known, now)
+        was_attached, number = known.is_attached, known.attach.number
+        if attach.number > number:
+            known.attach = attach
+        if not was_attached or attach.number < number:
+            return None  # it will have its answer, or has it
+        if attach.number == number:
+            self._welcome(known)
+            return None
+        self._try_anew(known)
+        return known
 
     def _greet_new(self, attach: Attach, now: float) -> None:
         try:
@@ -115,18 +133,38 @@ class Sessions:
         self._by_name[attach.session] = session
         self.heard(session, now)
         self._outbox.append(WatchLife(attach.process))
+        self._try(session)
+
+    def _try(self, session: Session) -> None:
+        attach = session.attach
+        session.is_attached, session.tried = False, attach.number
         peer = Peer(attach.session, attach.process, attach.region, attach.checksums)
-        self._outbox.append(AttachPeer(peer))
+        self._outbox.append(AttachPeer(peer, attach.number))
+
+    def _try_anew(self, session: Session) -> None:
+        self._outbox.append(DetachPeer(session.name))
+        self._try(session)
 
     def attached(self, name: str, transport: str = "", gb_per_s: float = 0.0) -> None:
-        if session := self._by_name.get(name):
-            session.is_attached = True
-            session.transport, session.gb_per_s = transport, gb_per_s
-            self._welcome(session)
+        session = self._by_name.get(name)
+        if session is None:
+            return
+        if session.tried != session.attach.number:
+            self._try_anew(session)
+            return
+        session.is_attached = True
+        session.transport, session.gb_per_s = transport, gb_per_s
+        self._welcome(session)
 
     def not_attached(self, name: str, problem: Problem) -> None:
-        if session := self._by_name.pop(name, None):
-            self._refuse(session.attach, problem)
+        session = self._by_name.get(name)
+        if session is None:
+            return
+        if session.tried != session.attach.number:
+            self._try_anew(session)
+            return
+        del self._by_name[name]
+        self._refuse(session.attach, problem)
 
     def answer(self, ping: Ping, now: float) -> None:
         session = self._by_name.get(ping.session)
@@ -142,15 +180,34 @@ class Sessions:
         gone = [s for s in self._by_name.values() if s.attach.process == process]
         for session in gone:
             feed(session, Died())
-            del self._by_name[session.name]
-            self._outbox.append(DetachPeer(session.name))
-            self._outbox.append(HangUp(session.endpoint))
+            self._forget(session)
         return gone
 
     def silent(self, now: float) -> list[Session]:
         """Sessions that are dead from now on, because two pings in a row did not come."""
         missing = [s for s in self._by_name.values() if s.silence.is_missed(now)]
-        return [s for s in missing if feed(s, Miss()) is Health.DEAD]
+        dead = [s for s in missing if feed(s, Miss()) is Health.DEAD]
+        for session in dead:
+            session.dead_at = now
+        return dead
+
+    def forgotten(self, now: float) -> list[Session]:
+        """Those that were silent for longer than the grace time; on our host the kernel tells."""
+        here, grace = self._me.process.host, self._patience.grace
+        gone = [
+            session
+            for session in self._by_name.values()
+            if session.health is Health.DEAD and now - session.dead_at > grace
+            if session.attach.process.host != here
+        ]
+        for session in gone:
+            self._forget(session)
+        return gone
+
+    def _forget(self, session: Session) -> None:
+        del self._by_name[session.name]
+        self._outbox.append(DetachPeer(session.name))
+        self._outbox.append(HangUp(session.endpoint))
 
     def _welcome(self, session: Session) -> None:
         message = Attached(
@@ -159,13 +216,20 @@ class Sessions:
             process=self._me.process,
             transport=session.transport,
             gb_per_s=session.gb_per_s,
+            number=session.tried,
         )
         self._outbox.append(Tell(session.endpoint, message))
 
     def _refuse(self, attach: Attach, problem: Problem) -> None:
         self._counters["refused_attach"] += 1
-        message = Refused(session=attach.session, problem=problem, process=self._me.process)
+        message = Refused(
+            session=attach.session,
+            problem=problem,
+            process=self._me.process,
+            number=attach.number,
+        )
         self._outbox.append(Tell(attach.endpoint, message))
+        self._outbox.append(HangUp(attach.endpoint))
 
     def _new_session(self, attach: Attach, now: float) -> Session:
         """Raises ConfigError for what can never fit, Overloaded when there is no place."""

@@ -34,9 +34,6 @@ class Ways:
             gb_per_s=way.rounded,
         )
 
-    def is_known(self, peer: str) -> bool:
-        return peer in self._ways
-
     def forget(self, peer: str) -> None:
         self._ways.pop(peer, None)
 
@@ -61,4 +58,4 @@ def nothing_came(said: Attached, there: str, here: str) -> Refused:
     )
     _log.error("peer_refused", reason=text)
     problem = Problem(code=TransferFailed.code, message=text, stage="attach")
-    return Refused(session=said.session, problem=problem, process=said.process)
+    return Refused(session=said.session, problem=problem, process=said.process, number=said.number)

@@ -26,7 +26,9 @@ _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"pdrt"
 _DEPTH = 8192  # messages waiting, each way
 _LINGER_MS = 100
+_LAST_WORD_MS = 1000  # of who is hung up on: a connection may have to be made for it
 _FAREWELL_MS = 500
+_MOST_SOCKETS = 65535  # libzmq's own limit
 
 
 class Wire:
@@ -35,11 +37,14 @@ class Wire:
     What dials has a context of its own, which can be ended while the other still listens.
     """
 
-    def __init__(self, key: ClusterKey, local_ip: str) -> None:
+    def __init__(self, key: ClusterKey, local_ip: str, peers: int = 1024) -> None:
+        """`peers`: how many are spoken to at once, at most."""
         self._public, self._secret = key.curve_pair()
         self._local_ip = local_ip
         self._context = zmq.asyncio.Context()
         self._dialing: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # As many again may be hung up on, and have their last word on its way.
+        self._dialing.max_sockets = min(2 * peers + 16, _MOST_SOCKETS)
         self._zap = self._context.socket(zmq.REP)
         self._pull = self._context.socket(zmq.PULL)
         self._push: dict[str, zmq.Socket[bytes]] = {}
@@ -78,9 +83,9 @@ class Wire:
         return True
 
     def hang_up(self, endpoint: str) -> None:
-        """Drop the connection and what waits for it."""
+        """Let the connection go when what waits for it is out, or soon."""
         if socket := self._push.pop(endpoint, None):
-            socket.close(linger=0)
+            socket.close(linger=_LAST_WORD_MS)
 
     async def receive(self) -> bytes:
         """The next frame. Raises PeerLost when the socket is gone."""

@@ -6,9 +6,11 @@ import asyncio
 import gc
 import os
 import pickle
+import resource
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -491,6 +493,45 @@ async def test_knowing_the_public_key_is_not_enough(pair: Pair) -> None:
     monitor.close(linger=0)
     spy.close()
     context.term()
+
+
+# What is sent.
+
+
+@asynccontextmanager
+async def wire() -> AsyncIterator[Wire]:
+    made = Wire(KEY, "127.0.0.1", peers=1200)
+    made.start()
+    guard = asyncio.create_task(made.guard())
+    yield made
+    guard.cancel()
+    await asyncio.gather(guard, return_exceptions=True)
+    made.close()
+
+
+async def test_who_is_hung_up_on_still_hears_the_last_word() -> None:
+    async with wire() as here, wire() as there:
+        assert here.send(there.endpoint, b"no")
+        here.hang_up(there.endpoint)
+        assert await there.receive() == b"no"
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 8192:
+        pytest.skip("too few open files are allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 8192), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("many_files")
+async def test_as_many_peers_are_spoken_to_as_the_limits_allow() -> None:
+    """By itself ZeroMQ refuses the 1024th socket, and every one after it."""
+    async with wire() as here:
+        taken = [here.send(f"tcp://127.0.0.1:{20000 + n}", b"hello") for n in range(1200)]
+        assert all(taken)
 
 
 # The shell itself.

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from pdrt.data import outward as out
 from pdrt.data.events import (
     PromptStarted,
     Quiet,
@@ -28,6 +29,7 @@ from pdrt.messages import (
     FROM_DECODE,
     FROM_PREFILL,
     AbortTransfer,
+    Attached,
     Failed,
     Handshake,
     Problem,
@@ -39,7 +41,18 @@ from pdrt.messages import (
     encode,
     pack_ids,
 )
-from tests.data.rig import KEY, LAYOUT, WALL, Rig, attach, process, record, route
+from tests.data.rig import (
+    KEY,
+    LAYOUT,
+    PATIENCE,
+    PROBLEM,
+    WALL,
+    Rig,
+    attach,
+    process,
+    record,
+    route,
+)
 
 A: Key = (1, 0)
 B: Key = (2, 0)
@@ -811,6 +824,154 @@ def test_sessions_are_bounded() -> None:
     assert rig.p.counters["refused_attach"] == 2
 
 
+def pass_time_alone(rig: Rig, seconds: float) -> None:
+    """The prefill rank hears nothing meanwhile."""
+    for _ in range(round(seconds / 0.5)):
+        rig.now += 0.5
+        rig.p.tick(rig.now, WALL + rig.now)
+        rig.settle()
+
+
+def far_rig() -> Rig:
+    """The prefill rank is on another host than the decode rank."""
+    rig = Rig()
+    rig.ps[0].host = "elsewhere"
+    rig.ps[0].begin()
+    return rig
+
+
+def test_decode_workers_that_died_elsewhere_give_their_places_back() -> None:
+    """Nobody tells of their death; only silence does."""
+    rig = Rig(limits=Limits(peers=3))
+    for number in range(10):
+        far = attach(session=f"d{number}")
+        rig.p.receive(replace(far, process=process(7, "elsewhere")), rig.now, WALL)
+        rig.p.sessions.attached(far.session)
+        assert rig.p.counters["refused_attach"] == 0
+        pass_time_alone(rig, PATIENCE.grace / 2)
+    pass_time_alone(rig, PATIENCE.grace + 5)
+    assert rig.p.health() == {}
+
+
+def test_who_is_forgotten_is_detached_and_hung_up_on() -> None:
+    rig = far_rig()
+    rig.p.receive(attach(), rig.now, WALL)
+    rig.p.sessions.attached("d0")
+    rig.settle()
+    for _ in range(4):
+        rig.now += PATIENCE.grace
+        rig.p.tick(rig.now, WALL + rig.now)
+    assert [e for e in rig.p.outbox if not isinstance(e, out.Tell)] == [
+        out.DetachPeer("d0"),
+        out.HangUp(attach().endpoint),
+    ]
+
+
+def test_a_dead_session_on_our_own_host_is_the_kernels_to_tell() -> None:
+    rig = ready()
+    pass_time_alone(rig, PATIENCE.grace + 5)
+    assert rig.p.health() == {"d0": "dead"}
+
+
+def test_a_forgotten_session_leaves_its_sources_pinned_and_may_come_back() -> None:
+    rig = ready(rig=far_rig())
+    rig.send_all(A)
+    pass_time_alone(rig, PATIENCE.grace + 5)
+    assert rig.p.health() == {}
+    assert not rig.has(SendEnded, A)  # forgetting a peer does not end a write
+    (write,) = rig.flights
+    rig.end(write, "the peer is gone")
+    assert rig.has(SendEnded, A)
+    for _ in range(8):
+        rig.pass_time(0.5)
+        rig.flow()
+    assert rig.p.health() == {"d0": "alive"}
+    ready(B, rig)
+    rig.send_all(B)
+    rig.land_all()
+    rig.flow()
+    assert rig.has(Received, B)
+    assert rig.has(Quiet, A)
+
+
+# Meetings, and meetings anew.
+
+
+def effects(rig: Rig) -> list[out.Outward]:
+    """What the prefill rank does that is no word."""
+    found: list[out.Outward] = [e for e in rig.p.outbox if not isinstance(e, out.Tell)]
+    rig.p.outbox.clear()
+    return found
+
+
+def test_a_decode_worker_that_attaches_with_a_new_number_is_tried_anew() -> None:
+    rig = ready()
+    attached = rig.ds[0].attach
+    rig.p.receive(replace(attached, number=1), rig.now, WALL)
+    assert effects(rig) == []  # said again: answered again
+    rig.p.receive(replace(attached, number=2), rig.now, WALL)
+    detach, again, *_ = effects(rig)
+    assert detach == out.DetachPeer("d0")
+    assert isinstance(again, out.AttachPeer)
+    assert again.number == 2
+    assert "begins anew" in problem_of_events(rig)
+    rig.p.receive(replace(attached, number=1), rig.now, WALL)  # late
+    assert effects(rig) == []
+    rig.p.sessions.attached("d0", "shm", 1.0)
+    (said,) = [e.message for e in rig.p.outbox if isinstance(e, out.Tell)]
+    assert isinstance(said, Attached)
+    assert said.number == 2
+
+
+def problem_of_events(rig: Rig) -> str:
+    (failed,) = [event for event in rig.p.events if isinstance(event, SendFailed)]
+    return failed.problem.message
+
+
+@pytest.mark.parametrize("first", ["works", "fails"])
+def test_a_new_number_during_a_trial_is_tried_when_that_has_ended(first: str) -> None:
+    rig = Rig()
+    rig.p.receive(replace(attach(), number=1), rig.now, WALL)
+    rig.p.receive(replace(attach(), number=2), rig.now, WALL)
+    assert [e.number for e in effects(rig) if isinstance(e, out.AttachPeer)] == [1]
+    if first == "works":
+        rig.p.sessions.attached("d0", "shm", 1.0)
+    else:
+        rig.p.sessions.not_attached("d0", PROBLEM)
+    assert not any(isinstance(e, out.Tell) for e in rig.p.outbox)
+    assert [e.number for e in effects(rig) if isinstance(e, out.AttachPeer)] == [2]
+
+
+def test_what_is_said_of_an_earlier_meeting_does_not_count() -> None:
+    rig = Rig()
+    rig.open(A)
+    rig.answer_route()
+    rig.hear_p()
+    rig.p.sessions.not_attached("d0", PROBLEM)
+    rig.settle()
+    refused = rig.to_d[0]
+    rig.hear_d()
+    assert rig.has(ReceiveFailed, A)
+    rig.open(B)
+    rig.answer_route()
+    rig.d.receive(decode(FROM_PREFILL, refused), rig.now)  # once more, late
+    rig.settle()
+    assert not rig.has(ReceiveFailed, B)
+    rig.ps[0].attaching.clear()
+    rig.flow()
+    assert rig.has(ReceiverReady, B)
+
+
+def test_who_is_refused_is_hung_up_on() -> None:
+    """Else each one that can never fit would keep a socket."""
+    rig = Rig()
+    misfit = attach(replace(LAYOUT, layers=7))
+    rig.p.receive(misfit, rig.now, WALL)
+    told, hung_up = rig.p.outbox
+    assert isinstance(told, out.Tell)
+    assert hung_up == out.HangUp(misfit.endpoint)
+
+
 def test_messages_for_nobody_are_counted_and_dropped() -> None:
     rig = ready()
     rank = Rank()
@@ -850,7 +1011,7 @@ def test_what_can_never_work_is_refused_at_the_attach(change: dict[str, object],
     """CASES 5."""
     rig = Rig()
     rig.p.receive(replace(attach(), **change), rig.now, WALL)  # type: ignore[arg-type]
-    (refused,) = [effect.message for effect in rig.p.outbox if hasattr(effect, "message")]
+    (refused,) = [effect.message for effect in rig.p.outbox if isinstance(effect, out.Tell)]
     assert text in str(refused)
 
 

@@ -16,16 +16,19 @@ from pdrt.config import TimeoutsSection
 from pdrt.data.commands import OpenReceiver
 from pdrt.data.events import ReceiveFailed, ReceiverReady
 from pdrt.data.memory import PoolMemory
+from pdrt.data.probe import Prober, Signature
 from pdrt.data.process import this_process
-from pdrt.data.transport.promise import Ended, Write
+from pdrt.data.transport.choosing import Choosing
+from pdrt.data.transport.promise import Ended, Peer, Transport, Write
 from pdrt.data.transport.shm import ShmTransport
 from pdrt.data.transport.wrapping import Wrapping
 from pdrt.data.trial import memory, move
 from pdrt.errors import ConfigError, TransferFailed
 from pdrt.messages import FROM_PREFILL, Attached, Process, Rank, encode
 from tests.data.managers import SOURCE, Make, Side, route_to, side
+from tests.data.scripted import Scripted
 
-Fault = Literal["none", "never ends", "fails", "lies", "forgets the slot"]
+Fault = Literal["none", "never ends", "fails", "lies", "forgets the slot", "raises", "is full"]
 SOON_S = 1.0  # for what never ends; all else has time, for the machine may be busy
 
 
@@ -37,12 +40,19 @@ class WrongShm(Wrapping):
         self.fault = fault
         self.held: list[Write] = []
 
+    async def attach(self, peer: Peer) -> None:
+        if self.fault == "is full":
+            raise OSError("too many open files")
+        await super().attach(peer)
+
     def start(self, write: Write) -> None:
         match self.fault:
-            case "none":
+            case "none" | "is full":
                 super().start(write)
             case "never ends":
                 self.held.append(write)
+            case "raises":
+                raise RuntimeError("can't start new thread")
             case "fails":
                 self._tell(Ended(write.id, "no route to host"))
             case "lies":
@@ -118,6 +128,8 @@ async def test_both_sides_say_what_a_peer_is_written_through_and_how_fast_that_w
         ("fails", "no route to host"),
         ("lies", "says that it wrote to"),
         ("forgets the slot", "nothing has arrived"),
+        ("raises", "a probe through shm: RuntimeError: can't start new thread"),
+        ("is full", "attaching: OSError: too many open files"),
     ],
 )
 async def test_a_way_on_which_nothing_arrives_is_refused_with_both_addresses(
@@ -143,8 +155,9 @@ async def test_the_cure_is_named_with_the_transport() -> None:
         assert "run both on one host" in failed.problem.message
 
 
-async def test_a_way_that_works_again_is_taken_by_the_next_request() -> None:
-    async with opened(wrong("fails")) as pair:
+@pytest.mark.parametrize("fault", ["fails", "lies", "forgets the slot", "raises", "is full"])
+async def test_a_way_that_works_again_is_taken_by_the_next_request(fault: Fault) -> None:
+    async with opened(wrong(fault)) as pair:
         pair.d.manager.do(OpenReceiver(1, 0, SOURCE, time.monotonic() + 60))
         await pair.d.until(ReceiveFailed, 1)
         wrong_shm(pair.p).fault = "none"
@@ -179,6 +192,96 @@ async def test_a_peer_that_dies_while_it_is_tried_is_not_attached() -> None:
         while wrong_shm(pair.p).held:
             await asyncio.sleep(0)
         assert pair.p.manager.stats().ways == pair.p.manager.stats().peers == {}
+
+
+def test_the_writers_of_one_session_sign_in_places_of_their_own() -> None:
+    there = memory()
+    signs = [Signature("d", this_process(), number) for number in range(1, 1025)]
+    at = [sign.at(there.probe_at, there.probe_bytes) for sign in signs]
+    assert len(set(at)) == len({sign.data for sign in signs}) == 1024
+    assert min(at) > there.probe_at
+    assert max(at) + 64 == there.probe_at + there.probe_bytes
+
+
+# Several ways.
+
+
+@asynccontextmanager
+async def prober_of(*inner: Transport, limit_s: float = 5.0) -> AsyncIterator[tuple[Prober, Peer]]:
+    """Over several transports, of which the peer offers all."""
+    there = memory()
+    choosing = Choosing(inner, limit_s)
+    prober = Prober(choosing, there, time.monotonic, limit_s)
+
+    async def follow() -> None:
+        async for end in choosing.ends():
+            prober.ended(end)
+
+    task = asyncio.create_task(follow())
+    offers = {transport.name: b"" for transport in inner}
+    yield prober, Peer("a", this_process(), there.region(offers))
+    await choosing.close()
+    await task
+
+
+class Hanging(Scripted):
+    """Nothing that it is asked for ever comes."""
+
+    async def attach(self, peer: Peer) -> None:
+        await super().attach(peer)
+        await asyncio.Event().wait()
+
+
+class Breaking(Scripted):
+    async def attach(self, peer: Peer) -> None:
+        await super().attach(peer)
+        raise RuntimeError("a foreign fault")
+
+
+class Deaf(Scripted):
+    """It attaches, and carries nothing."""
+
+    def start(self, write: Write) -> None:
+        self.told.put_nowait(Ended(write.id, "no route to host"))
+
+
+class Working(Scripted):
+    def start(self, write: Write) -> None:
+        self.told.put_nowait(Ended(write.id))
+
+
+SIGN = Signature("a", this_process(), 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        (Hanging("nixl"), "attaching did not end within 0.1 s"),
+        (Breaking("nixl"), "RuntimeError: a foreign fault"),
+        (Deaf("nixl"), "a probe write through nixl failed: no route to host"),
+        (Scripted("nixl"), "a probe through nixl did not end within 0.1 s"),
+    ],
+)
+async def test_a_way_that_hangs_breaks_or_carries_nothing_makes_room_for_the_next(
+    first: Scripted, reason: str
+) -> None:
+    """CASES 105: nor is it passed over in silence."""
+    tcp = Working("tcp")
+    with capture_logs() as logs:
+        async with prober_of(first, tcp, limit_s=0.1) as (prober, peer):
+            way = await prober.reach(peer, SIGN)
+    assert way.transport == "tcp"
+    assert tcp.attached == ["a"]
+    assert first.attached == []
+    (line,) = [line for line in logs if line["event"] == "transport_refused"]
+    assert line["transport"] == "nixl"
+    assert reason in line["reason"]
+
+
+async def test_when_no_way_works_every_reason_is_named() -> None:
+    async with prober_of(Deaf("nixl"), Breaking("tcp")) as (prober, peer):
+        with pytest.raises(TransferFailed, match=r"through nixl failed.*a foreign fault"):
+            await prober.reach(peer, SIGN)
 
 
 # At start.

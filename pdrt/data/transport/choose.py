@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pdrt.config import TransferSection
 from pdrt.data.installed import wanted
 from pdrt.data.memory import PoolMemory
-from pdrt.data.transport.choosing import Choosing
+from pdrt.data.transport.choosing import ATTACH_S, Choosing
 from pdrt.data.transport.faulty import FaultyTransport
 from pdrt.data.transport.memfabric import Store, open_memfabric
 from pdrt.data.transport.mooncake import open_mooncake
@@ -25,13 +25,15 @@ def open_transport(
     local_ip: str,
     key: ClusterKey,
     store: Store | None = None,
+    attach_s: float = ATTACH_S,
 ) -> Transport:
     """To be called on the running loop. Raises ConfigError: whatever is named must work.
 
-    `store`: where the processes of a memfabric cluster find each other.
+    `store`: where the processes of a memfabric cluster find each other. `attach_s`: how long
+    each of several transports may take to attach a peer.
     """
     inner = list(_open(config, memory, local_ip, key, store))
-    transport = inner[0] if len(inner) == 1 else Choosing(inner)
+    transport = inner[0] if len(inner) == 1 else Choosing(inner, attach_s)
     _ = transport.offers  # what cannot listen says so now
     return FaultyTransport(transport, config.faults) if config.faults else transport
 

@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Final
 
 import structlog
 
 from pdrt.data.process import is_same_host
+from pdrt.data.transport.attaching import attach
 from pdrt.data.transport.promise import Areas, Ended, Key, Peer, Transport, Write
-from pdrt.errors import PdrtError, TransferFailed
+from pdrt.errors import TransferFailed
+
+ATTACH_S: Final = 10.0
 
 _log = structlog.get_logger()
 
 
 class Choosing:
-    """`inner` in order of preference, each of another name; made on the running loop."""
+    """`inner` in order of preference, each of another name; made on the running loop.
 
-    def __init__(self, inner: Sequence[Transport]) -> None:
+    `attach_s`: how long each of them may take to attach a peer.
+    """
+
+    def __init__(self, inner: Sequence[Transport], attach_s: float = ATTACH_S) -> None:
+        self._attach_s = attach_s
         self._inner = {transport.name: transport for transport in inner}
         self._ways: dict[str, Transport] = {}
         self._ends: asyncio.Queue[Ended | BaseException | None] = asyncio.Queue()
@@ -52,11 +60,9 @@ class Choosing:
                 refusals.append(f"{name}: {reason}")
                 continue
             try:
-                await transport.attach(peer)
-            except PdrtError as error:
-                _log.warning(
-                    "transport_refused", transport=name, peer=peer.name, reason=str(error)
-                )
+                await attach(transport, peer, self._attach_s)
+            except TransferFailed as error:
+                _log.warning("transport_refused", transport=name, peer=peer.name, reason=str(error))
                 refusals.append(f"{name}: {error}")
             else:
                 self._ways[peer.name] = transport
