@@ -251,7 +251,7 @@ class KVTransferManager:
             rooms=len(desk.rooms),
             peers=peers,
             quarantined=desk.quarantined,
-            counters=dict(counters),
+            counters={**self.transport.counters, **counters},
             ways=self._ways.told(peers),
         )
 

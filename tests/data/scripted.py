@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from pdrt.data.transport.promise import Areas, Ended, Key, Peer, Write, offered
 from pdrt.errors import TransferFailed
@@ -22,6 +22,10 @@ class Scripted:
     @property
     def offers(self) -> dict[str, bytes]:
         return {self.name: self.name.encode()}
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        return {}
 
     def via(self, _peer: str) -> str:
         return self.name

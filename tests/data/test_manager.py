@@ -9,7 +9,7 @@ import pickle
 import resource
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -40,10 +40,13 @@ from pdrt.data.events import (
     SendFailed,
 )
 from pdrt.data.handshake import signed
+from pdrt.data.memory import PoolMemory
 from pdrt.data.process import this_process
+from pdrt.data.transport.choosing import Choosing
 from pdrt.data.transport.faulty import Fault
-from pdrt.data.transport.promise import Write
+from pdrt.data.transport.promise import Transport, Write
 from pdrt.data.transport.shm import ShmTransport
+from pdrt.data.transport.wrapping import Wrapping
 from pdrt.data.wire import Wire
 from pdrt.errors import ConfigError, NoPrefill, Unauthorized, Unavailable
 from pdrt.keys import ClusterKey
@@ -269,6 +272,24 @@ async def test_a_worker_leaves_in_bounded_time_though_a_write_does_not_end() -> 
     assert pair.d.manager.stats().quarantined == 1
     await pair.d.stop()
     await pair.p.stop()
+
+
+class Counting(Wrapping):
+    @property
+    def counters(self) -> Mapping[str, float]:
+        return {"tcp_dropped_frames": 3}
+
+
+async def test_what_a_transport_counts_is_among_the_workers_counters() -> None:
+    """Through all that is wrapped around it, into the metrics."""
+    d = side("decode", lambda _: pytest.fail("it asks nobody"), make=_counting)
+    await d.start()
+    assert d.manager.stats().counters["tcp_dropped_frames"] == 3
+    await d.stop()
+
+
+def _counting(memory: PoolMemory) -> Transport:
+    return Choosing([Counting(ShmTransport(memory, threads=1))])
 
 
 async def test_a_decode_worker_that_leaves_waits_for_its_writers(pair: Pair) -> None:

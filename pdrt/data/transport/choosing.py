@@ -7,7 +7,7 @@ its reason before the next is tried. A peer that was attached stays with its tra
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -44,6 +44,10 @@ class Choosing:
     @property
     def offers(self) -> dict[str, bytes]:
         return {name: handle for t in self._inner.values() for name, handle in t.offers.items()}
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        return {what: n for t in self._inner.values() for what, n in t.counters.items()}
 
     def via(self, peer: str) -> str:
         return self._way(peer).via(peer)

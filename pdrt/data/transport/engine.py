@@ -16,7 +16,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -140,6 +140,10 @@ class EngineTransport:
     @property
     def offers(self) -> dict[str, bytes]:
         return {self.name: self._offer}
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        return {}
 
     def via(self, _peer: str) -> str:
         return self.name

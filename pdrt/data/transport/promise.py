@@ -10,7 +10,7 @@ Within one write the slot is written last; writes of their own promise no order 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -85,6 +85,11 @@ class Transport(Protocol):
     @property
     def offers(self) -> dict[str, bytes]:
         """Transport name -> what a peer's transport of that name needs to reach our memory."""
+        ...
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """What it has counted since it was made, by name; they only rise."""
         ...
 
     def via(self, peer: str) -> str:

@@ -11,7 +11,7 @@ import asyncio
 import ctypes
 import threading
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Final
@@ -65,6 +65,10 @@ class ShmTransport:
     @property
     def offers(self) -> dict[str, bytes]:
         return {self.name: self._memory.handle()}
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        return {}
 
     def via(self, _peer: str) -> str:
         return self.name

@@ -25,7 +25,7 @@ import asyncio
 import os
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -78,6 +78,10 @@ class TcpTransport:
     def counts(self) -> Counter[str]:
         """What the receiving side refused and dropped so far."""
         return self._receiver.counts
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        return {f"tcp_{what}": number for what, number in dict(self.counts).items()}
 
     def via(self, _peer: str) -> str:
         return self.name

@@ -6,7 +6,7 @@ Among the ends of the one inside it may tell ends of its own, and it may keep on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from pdrt.data.transport.promise import Areas, Ended, Key, Peer, Transport, Write
 
@@ -26,6 +26,10 @@ class Wrapping:
     @property
     def offers(self) -> dict[str, bytes]:
         return self._inner.offers
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        return self._inner.counters
 
     def via(self, peer: str) -> str:
         return self._inner.via(peer)
