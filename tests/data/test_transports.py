@@ -290,6 +290,7 @@ async def test_threads_and_files_are_gone_after_close(name: str) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("name", names(variants=False))
 async def test_a_killed_peer_ends_the_writes_to_it(rig: Bench, name: str) -> None:
     async with _child(rig, name) as child:
         for number in range(40):
@@ -303,6 +304,7 @@ async def test_a_killed_peer_ends_the_writes_to_it(rig: Bench, name: str) -> Non
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("name", names(variants=False))
 async def test_a_stopped_peer_delays_no_other_and_its_writes_end_with_it(
     rig: Bench, name: str
 ) -> None:

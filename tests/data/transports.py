@@ -55,6 +55,7 @@ class Maker:
     target: Make | None = None
     needs: str = ""
     is_slow: bool = False
+    is_variant: bool = False
     is_blind: bool = False
 
     def is_missing(self) -> bool:
@@ -93,15 +94,16 @@ def _checked(memory: HostMemory) -> Transport:
     return _Checked(_shm()(memory), memory)
 
 
+_DELAYS = FaultSection(delay=0.5, delay_s=0.002)
 MAKERS: dict[str, Maker] = {
     "shm": Maker(_shm(), _shm_target),
-    "at once": Maker(_shm(AT_ONCE), _shm_target),
-    "faulty": Maker(_faulty(_shm()), _shm_target),
-    "delayed": Maker(_faulty(_shm(), FaultSection(delay=0.5, delay_s=0.002)), _shm_target),
+    "at once": Maker(_shm(AT_ONCE), _shm_target, is_variant=True),
+    "faulty": Maker(_faulty(_shm()), _shm_target, is_variant=True),
+    "delayed": Maker(_faulty(_shm(), _DELAYS), _shm_target, is_variant=True),
     "checked": Maker(_checked, _shm_target),
     "tcp": Maker(_tcp),
-    "faulty tcp": Maker(_faulty(_tcp), _tcp),
-    "auto": Maker(lambda memory: Choosing([_shm()(memory), _tcp(memory)])),
+    "faulty tcp": Maker(_faulty(_tcp), _tcp, is_variant=True),
+    "auto": Maker(lambda memory: Choosing([_shm()(memory), _tcp(memory)]), is_variant=True),
     "nixl": Maker(
         lambda memory: open_nixl(TransferSection(), memory, LOCAL), needs="nixl_cu12", is_blind=True
     ),
@@ -115,8 +117,8 @@ MAKERS: dict[str, Maker] = {
 }
 
 
-def names() -> list[ParameterSet]:
-    """All of MAKERS as a test's parameters; those that cannot run here are skipped, with why."""
+def names(variants: bool = True) -> list[ParameterSet]:
+    """MAKERS as a test's parameters; those that cannot run here are skipped, with why."""
     return [
         pytest.param(
             name,
@@ -126,6 +128,7 @@ def names() -> list[ParameterSet]:
             ],
         )
         for name, maker in MAKERS.items()
+        if variants or not maker.is_variant
     ]
 
 
