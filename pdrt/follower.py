@@ -129,7 +129,7 @@ class Follower:
         return messages.Stats(
             rooms=moved.rooms if moved else 0,
             peers=moved.peers if moved else {},
-            ways=moved.ways if moved else {},
+            transports=moved.transports if moved else {},
             counters=moved.counters if moved else {},
             step_ms=self._step_s * 1000,
         )

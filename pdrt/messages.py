@@ -510,7 +510,7 @@ class Stats:
     counters: dict[str, float] = Field(default_factory=dict)
     step_ms: float = 0.0
     draining: bool = False
-    ways: dict[str, str] = Field(default_factory=dict)  # peer -> transport and GB/s at its trial
+    transports: dict[str, str] = Field(default_factory=dict)  # peer -> its, and GB/s at its trial
 
 
 @_wire

@@ -219,7 +219,7 @@ class Worker:
             slots_used=own.slots_used,
             rooms=own.rooms,
             peers=moved.peers if moved else {},
-            ways=moved.ways if moved else {},
+            transports=moved.transports if moved else {},
             counters={**own.counters, **(moved.counters if moved else {})},
             step_ms=self._step_s * 1000,
             draining=own.draining,

@@ -60,7 +60,7 @@ def worker_status(worker: Told, now: float) -> Json:
         "loading": None if loading is None else [loading.stage, loading.done, loading.total],
         "last_problem": worker.last_problem.message if worker.last_problem else None,
         "peers": stats.peers,
-        "ways": stats.ways,
+        "transports": stats.transports,
         "queues": stats.queues,
         **figures,
     }

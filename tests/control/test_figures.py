@@ -35,7 +35,7 @@ BUSY = Stats(
     peers={"127.0.0.2:5000": "alive"},
     counters={"tokens_out": 70, "retractions": 1},
     step_ms=12.5,
-    ways={"127.0.0.2:5000": "tcp, 2.4 GB/s"},
+    transports={"127.0.0.2:5000": "tcp, 2.4 GB/s"},
 )
 DEAD = Problem(code="peer_lost", message="worker 1,0,0 ended with exit status -9")
 
@@ -50,7 +50,7 @@ def test_the_status_of_a_worker_tells_all_that_it_told() -> None:
         "loading": None,
         "last_problem": None,
         "peers": {"127.0.0.2:5000": "alive"},
-        "ways": {"127.0.0.2:5000": "tcp, 2.4 GB/s"},
+        "transports": {"127.0.0.2:5000": "tcp, 2.4 GB/s"},
         "queues": {"waiting_queue": 2, "inflight_queue": 1},
         "running": 3,
         "blocks_used": 5,

@@ -116,7 +116,7 @@ async def test_both_sides_say_what_a_peer_is_written_through_and_how_fast_that_w
         for line, which in zip(told, pair, strict=True):
             assert (line["log_level"], line["transport"]) == ("info", "shm")
             assert line["gb_per_s"] > 0
-            assert which.manager.stats().ways == {
+            assert which.manager.stats().transports == {
                 line["peer"]: f"shm, {line['gb_per_s']:g} GB/s",
             }
 
@@ -145,7 +145,7 @@ async def test_a_way_on_which_nothing_arrives_is_refused_with_both_addresses(
         assert (failed.problem.code, failed.problem.stage) == ("transfer_failed", "attach")
         assert failed.problem.is_retryable
         assert any(line["event"] == "peer_refused" for line in logs)
-        assert pair.d.manager.stats().ways == {}
+        assert pair.d.manager.stats().transports == {}
 
 
 async def test_the_cure_is_named_with_the_transport() -> None:
@@ -173,14 +173,14 @@ async def test_an_attached_of_a_stranger_or_of_another_session_is_no_way() -> No
         for process, name in ((ghost, session), (this_process(), "other")):
             said = Attached(session=name, rank=Rank(), process=process, transport="tcp")
             pair.d.manager.hear(encode(FROM_PREFILL, said))
-        assert [way[:3] for way in pair.d.manager.stats().ways.values()] == ["shm"]
+        assert [way[:3] for way in pair.d.manager.stats().transports.values()] == ["shm"]
 
 
 async def test_the_way_to_a_dead_peer_is_forgotten() -> None:
     async with opened() as pair:
         await pair.attach()
         pair.p.manager._died(this_process())  # noqa: SLF001 - what the kernel would tell
-        assert pair.p.manager.stats().ways == pair.p.manager.stats().peers == {}
+        assert pair.p.manager.stats().transports == pair.p.manager.stats().peers == {}
 
 
 async def test_a_peer_that_dies_while_it_is_tried_is_not_attached() -> None:
@@ -191,7 +191,7 @@ async def test_a_peer_that_dies_while_it_is_tried_is_not_attached() -> None:
         pair.p.manager._died(this_process())  # noqa: SLF001 - what the kernel would tell
         while wrong_shm(pair.p).held:
             await asyncio.sleep(0)
-        assert pair.p.manager.stats().ways == pair.p.manager.stats().peers == {}
+        assert pair.p.manager.stats().transports == pair.p.manager.stats().peers == {}
 
 
 def test_the_writers_of_one_session_sign_in_places_of_their_own() -> None:
