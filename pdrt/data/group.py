@@ -34,6 +34,7 @@ from pdrt.data.events import (
     SlotRecord,
     TransferEvent,
 )
+from pdrt.data.metadata import disagreement
 from pdrt.data.transfer import Key
 from pdrt.errors import TransferFailed
 from pdrt.messages import Problem
@@ -225,13 +226,9 @@ class Group:
 
 def _differ(records: dict[int, SlotRecord]) -> Problem | None:
     """What is wrong when the ranks' slots vouch for different things."""
-    said = {
-        rank: (r.status, r.kv_len, r.cached_tokens, r.token, r.spec_tokens)
-        for rank, r in sorted(records.items())
-    }
-    if len(set(said.values())) == 1:
+    cause = disagreement({f"tp {rank}": record for rank, record in sorted(records.items())})
+    if not cause:
         return None
-    tokens = ", ".join(f"tp {rank}: token {r[3]} after {r[1]}" for rank, r in said.items())
     first = records[0]
-    told = f"room {first.room} attempt {first.attempt}: the ranks' slots disagree: {tokens}"
+    told = f"room {first.room} attempt {first.attempt}: the slots of {cause}"
     return Problem.of(TransferFailed(told), "transfer")

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from pdrt.data.checksums import Corrupt
 from pdrt.data.prefill_peers import PrefillPeers
 from pdrt.data.transfer import Leg, Receiver
 from pdrt.messages import Attach
-
-_MUST_AGREE: Final = ("token", "kv_len", "status", "spec_tokens")
-
-
-def disagreement(legs: Sequence[Leg]) -> str:
-    """In what the slots differ, naming two ranks; empty when they vouch for the same."""
-    said = [(leg.rank, leg.record) for leg in legs if leg.record is not None]
-    first_rank, first = said[0]
-    for rank, record in said[1:]:
-        for name in _MUST_AGREE:
-            a, b = getattr(first, name), getattr(record, name)
-            if a != b:
-                return f"prefill ranks {first_rank} and {rank} disagree: {name} {a} and {b}"
-    return ""
 
 
 def damage(receiver: Receiver, corrupt: Corrupt, kv_heads: int) -> str:

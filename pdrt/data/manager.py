@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, assert_never
 
@@ -37,13 +37,14 @@ from pdrt.data.metadata import MetadataBufferPool
 from pdrt.data.probe import Prober, Signature, Way, reach_ourselves
 from pdrt.data.process import DeathWatch, this_process
 from pdrt.data.receivers import Receivers, Receiving
+from pdrt.data.routing import RouteFinder, Routes
 from pdrt.data.senders import Senders, Sending
 from pdrt.data.transfer import Receiver, Sender
 from pdrt.data.transport.checked import CheckedTransport
 from pdrt.data.transport.promise import Peer, Transport
 from pdrt.data.ways import Ways, no_way, nothing_came
 from pdrt.data.wire import Wire
-from pdrt.errors import BadMessage, PdrtError, PeerLost, TransferFailed, Unavailable
+from pdrt.errors import BadMessage, PeerLost, TransferFailed
 from pdrt.keys import ClusterKey
 from pdrt.messages import (
     FROM_DECODE,
@@ -56,16 +57,13 @@ from pdrt.messages import (
     Process,
     Rank,
     Route,
-    Source,
     decode,
 )
 
 _POLL_S: Final = 0.005  # the doorbell is faster; this is for the one that got lost
-_ROUTE_RETRY_S: Final = 0.1
 
 _log = structlog.get_logger()
 
-Routes: TypeAlias = Callable[[Source], Awaitable[Route]]
 Clock: TypeAlias = Callable[[], float]
 
 
@@ -77,7 +75,7 @@ class TransferStats:
     peers: dict[str, str]
     quarantined: int  # attempts that are over, whose memory may still be written
     counters: dict[str, float] = field(default_factory=dict)
-    ways: dict[str, str] = field(default_factory=dict)  # peer -> transport and GB/s
+    transports: dict[str, str] = field(default_factory=dict)  # peer -> its transport and GB/s
 
 
 @dataclass(kw_only=True)
@@ -119,8 +117,7 @@ class KVTransferManager:
         self._is_expecting = asyncio.Event()  # a slot is waited for
         self._is_idle = asyncio.Event()  # no attempt holds any memory
         self._reported_long = 0
-        self.prefill_info_table: dict[tuple[str, int], Route] = {}
-        self._asking: dict[tuple[str, int], list[out.FindRoute]] = {}
+        self._routing = RouteFinder(self.routes, self.timeouts.connect_s, self._routed)
         self._prober = Prober(self.transport, self.memory, self.clock, self.timeouts.attach_s)
         self._session = secrets.token_hex(8)
         self._ways = Ways()
@@ -252,7 +249,7 @@ class KVTransferManager:
             peers=peers,
             quarantined=desk.quarantined,
             counters={**self.transport.counters, **counters},
-            ways=self._ways.told(peers),
+            transports=self._ways.told(peers),
         )
 
     # Inside.
@@ -357,7 +354,7 @@ class KVTransferManager:
             case out.AttachPeer() | out.VerifyBlocks() | out.FindRoute():
                 self._begin(effect, group)
             case out.ForgetRoute(host, port):
-                self.prefill_info_table.pop((host, port), None)
+                self._routing.forget(host, port)
             case _:
                 assert_never(effect)
 
@@ -384,7 +381,7 @@ class KVTransferManager:
             case out.VerifyBlocks():
                 group.create_task(self._verify(effect))
             case out.FindRoute():
-                self._find_route(effect, group)
+                self._routing.find(effect, group)
             case _:
                 assert_never(effect)
 
@@ -419,48 +416,15 @@ class KVTransferManager:
             self._ways.know(peer.name, peer.endpoint, way)
         return message
 
+    def _routed(self, wish: out.FindRoute, answer: Route | Problem) -> None:
+        key = wish.room, wish.attempt
+        if isinstance(answer, Route):
+            self._receiving.resolved(key, answer, self.clock())
+        else:
+            self._receiving.unresolved(key, answer, self.clock())
+        self._carry_out()
+
     async def _verify(self, wish: out.VerifyBlocks) -> None:
         corrupt = await asyncio.to_thread(self._cells.corrupt, wish.blocks)
         self._receiving.verified(wish.record, corrupt, self.clock())
         self._carry_out()
-
-    def _find_route(self, wish: out.FindRoute, group: asyncio.TaskGroup) -> None:
-        """Each bootstrap server is asked once, however many requests wait for its answer."""
-        where = wish.source.host, wish.source.port
-        if route := self.prefill_info_table.get(where):
-            self._receiving.resolved((wish.room, wish.attempt), route, self.clock())
-        elif where in self._asking:
-            self._asking[where].append(wish)
-        else:
-            self._asking[where] = [wish]
-            group.create_task(self._ask_route(wish.source))
-
-    async def _ask_route(self, source: Source) -> None:
-        where = source.host, source.port
-        answer = await self._route(source)
-        if isinstance(answer, Route):
-            self.prefill_info_table[where] = answer
-        for wish in self._asking.pop(where):
-            key = wish.room, wish.attempt
-            if isinstance(answer, Route):
-                self._receiving.resolved(key, answer, self.clock())
-            else:
-                self._receiving.unresolved(key, answer, self.clock())
-        self._carry_out()
-
-    async def _route(self, source: Source) -> Route | Problem:
-        """What the bootstrap server says; it may be starting, so it is asked for a while."""
-        silent = Unavailable(f"{source.host}:{source.port} does not answer")
-        answer = Problem.of(silent, "bootstrap")
-        try:
-            async with asyncio.timeout(self.timeouts.connect_s):
-                while True:
-                    try:
-                        return await self.routes(source)
-                    except PdrtError as error:
-                        answer = Problem.of(error, "bootstrap")
-                        if not error.retryable:
-                            return answer
-                    await asyncio.sleep(_ROUTE_RETRY_S)
-        except TimeoutError:
-            return answer

@@ -8,6 +8,7 @@ counted as stale and ignored, however often the slot is reused.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -60,6 +61,27 @@ def unpack_slot(data: bytes) -> SlotRecord | None:
     return SlotRecord(
         room, attempt, status, kv_len, cached, token, logprob, spec_tokens=tuple(rest[:count])
     )
+
+
+def disagreement(records: Mapping[str, SlotRecord]) -> str:
+    """In what the records of several ranks differ, naming two of them; empty when they agree."""
+    (first, wanted), *others = ((rank, _vouched(record)) for rank, record in records.items())
+    for rank, vouched in others:
+        for what, value in vouched.items():
+            if value != wanted[what]:
+                return f"{first} and {rank} disagree: {what} {wanted[what]} and {value}"
+    return ""
+
+
+def _vouched(record: SlotRecord) -> dict[str, object]:
+    """All but what may be rounded otherwise."""
+    return {
+        "token": record.token,
+        "kv_len": record.kv_len,
+        "status": record.status,
+        "cached_tokens": record.cached_tokens,
+        "spec_tokens": record.spec_tokens,
+    }
 
 
 class MetadataBufferPool:

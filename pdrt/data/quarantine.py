@@ -56,9 +56,6 @@ class Ledger(Generic[K, H]):
     def holders(self, key: K) -> frozenset[H]:
         return frozenset(self._holders.get(key, ()))
 
-    def held_by(self, holder: H) -> list[K]:
-        return [key for key, holders in self._holders.items() if holder in holders]
-
     def is_sealed(self, key: K) -> bool:
         return key in self._sealed
 

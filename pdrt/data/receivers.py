@@ -27,9 +27,9 @@ from pdrt.data.events import (
     TransferEvent,
 )
 from pdrt.data.landing import Landing
-from pdrt.data.legs import damage, disagreement, told
+from pdrt.data.legs import damage, told
 from pdrt.data.limits import Limits, Patience
-from pdrt.data.metadata import MetadataBufferPool
+from pdrt.data.metadata import MetadataBufferPool, disagreement
 from pdrt.data.outward import Admit, ForgetRoute, Outward, VerifyBlocks
 from pdrt.data.prefill_peers import PrefillPeer, PrefillPeers
 from pdrt.data.quarantine import Ledger
@@ -268,8 +268,9 @@ class Receivers:
             self._break(receiver, TransferFailed, cause, now)
             return
         writing = [other for other in receiver.legs.values() if other.writes]
-        if cause := disagreement(writing):
-            self._break(receiver, TransferFailed, cause, now)
+        said = {other.rank: other.record for other in writing if other.record is not None}
+        if cause := disagreement(said):
+            self._break(receiver, TransferFailed, f"prefill ranks {cause}", now)
         elif all(other.record is not None for other in writing):
             self._arrived(receiver, record, now)
 

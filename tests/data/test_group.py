@@ -150,7 +150,7 @@ def test_slots_that_disagree_are_a_failed_transfer_whose_memory_is_free() -> Non
     failed, quiet = rig.hear(1, Received(*KEY, replace(RECORD, token=43)))
     assert isinstance(failed, ReceiveFailed)
     assert failed.problem.code == "transfer_failed"
-    assert "tp 0: token 42 after 5, tp 1: token 43 after 5" in failed.problem.message
+    assert "the slots of tp 0 and tp 1 disagree: token 42 and 43" in failed.problem.message
     assert quiet == QUIET
 
 
