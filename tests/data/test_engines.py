@@ -183,6 +183,22 @@ async def test_an_aborted_write_ends_when_the_engine_lets_go_of_it_and_not_befor
     assert rig.slot == bytes(64)
 
 
+async def test_what_was_stopped_already_is_stopped_once(rig: Rig) -> None:
+    rig.engine.gate.clear()
+    rig.write(1)
+    rig.write(2)
+    await rig.inside()
+    rig.transport.abort(2)
+    rig.transport.abort(2)
+    rig.transport.detach("a")
+    closing = asyncio.create_task(rig.transport.close())
+    assert await anext(rig.ends) == Ended(2, "aborted")
+    rig.engine.gate.set()
+    assert await anext(rig.ends) == Ended(1, "the peer is gone")
+    await closing
+    assert [end async for end in rig.transport.ends()] == []
+
+
 async def test_a_lost_peer_s_write_ends_when_the_engine_lets_go_of_it(rig: Rig) -> None:
     rig.engine.gate.clear()
     rig.write(1)

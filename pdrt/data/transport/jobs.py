@@ -49,9 +49,9 @@ class Jobs:
         return list(self._open.values())
 
     def stop(self, job: Job, reason: str) -> None:
-        """One that waits ends here and now; one that runs is asked to."""
+        """One that waits ends here and now, once; one that runs is asked to."""
         job.stop = job.stop or reason
-        if not job.is_running:
+        if not (job.is_running or job.is_over):
             self.end(job, job.stop)
 
     def end(self, job: Job, error: str | None) -> None:
