@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdrt.data.checksums import Corrupt
+from pdrt.data.events import SLOT_COMPLETE, SlotRecord
+from pdrt.data.metadata import disagreement
 from pdrt.data.prefill_peers import PrefillPeers
 from pdrt.data.transfer import Leg, Receiver
 from pdrt.messages import Attach
+
+
+def trouble(rank: str, record: SlotRecord, writing: Sequence[Leg]) -> str:
+    """Why what has landed is no success; empty when it may become one."""
+    if record.status != SLOT_COMPLETE:
+        return f"slot status {record.status} of prefill rank {rank}"
+    cause = disagreement({leg.rank: leg.record for leg in writing if leg.record is not None})
+    return f"prefill ranks {cause}" if cause else ""
 
 
 def damage(receiver: Receiver, corrupt: Corrupt, kv_heads: int) -> str:

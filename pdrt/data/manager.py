@@ -190,7 +190,8 @@ class KVTransferManager:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._is_idle.wait()
-                self._desk.farewell()
+                if self._senders:
+                    self._senders.farewell()
         self._carry_out()
         await self._wire.say_goodbye()
 

@@ -24,11 +24,26 @@ from pdrt.data.outward import ForgetRoute, HangUp, Outward, Tell, WatchLife
 from pdrt.data.peer import Beat, Died, Health, Miss, feed
 from pdrt.data.pulse import Pulse
 from pdrt.data.transfer import Key
-from pdrt.messages import Attach, Attached, Ping, Process, RankAddress, Refused, Route
+from pdrt.keys import ClusterKey
+from pdrt.messages import Attach, Attached, Ping, Process, Rank, RankAddress, Refused, Route
 
 _FORGET_S = 60.0  # a dead peer that nobody needs
 
 Server: TypeAlias = tuple[str, int]  # a bootstrap server: host, port
+
+
+@dataclass(frozen=True, slots=True)
+class Receiving:
+    """What a decode rank is."""
+
+    rank: Rank
+    decode_tp: int
+    attach: Attach
+    key: ClusterKey
+
+    @property
+    def session(self) -> str:
+        return self.attach.session
 
 
 @dataclass(slots=True)

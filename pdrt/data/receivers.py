@@ -8,8 +8,7 @@ No passed time releases memory. What got lost on the way is said again until it 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass
+from collections import Counter, deque
 from typing import assert_never
 
 from pdrt.data.aftermath import Aftermath, route_wish
@@ -17,7 +16,6 @@ from pdrt.data.asking import Asking
 from pdrt.data.checksums import Corrupt
 from pdrt.data.commands import AdmitReceiver
 from pdrt.data.events import (
-    SLOT_COMPLETE,
     PromptStarted,
     Quiet,
     Received,
@@ -27,11 +25,13 @@ from pdrt.data.events import (
     TransferEvent,
 )
 from pdrt.data.landing import Landing
-from pdrt.data.legs import damage, told
+from pdrt.data.legs import damage, told, trouble
 from pdrt.data.limits import Limits, Patience
-from pdrt.data.metadata import MetadataBufferPool, disagreement
+from pdrt.data.metadata import MetadataBufferPool
 from pdrt.data.outward import Admit, ForgetRoute, Outward, VerifyBlocks
+from pdrt.data.past import Past
 from pdrt.data.prefill_peers import PrefillPeer, PrefillPeers
+from pdrt.data.prefill_peers import Receiving as Receiving
 from pdrt.data.quarantine import Ledger
 from pdrt.data.topology import Topology
 from pdrt.data.transfer import (
@@ -52,10 +52,8 @@ from pdrt.data.transfer import (
     feed_receiver,
 )
 from pdrt.errors import ConfigError, DeadlinePassed, PdrtError, PeerLost, TransferFailed
-from pdrt.keys import ClusterKey
 from pdrt.messages import (
     Accepted,
-    Attach,
     Attached,
     Failed,
     FromPrefill,
@@ -65,26 +63,11 @@ from pdrt.messages import (
     Process,
     Progress,
     Quiesced,
-    Rank,
     Refused,
     Route,
     Started,
     unpack_ids,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Receiving:
-    """What a decode rank is."""
-
-    rank: Rank
-    decode_tp: int
-    attach: Attach
-    key: ClusterKey
-
-    @property
-    def session(self) -> str:
-        return self.attach.session
 
 
 class Receivers:
@@ -104,8 +87,7 @@ class Receivers:
         self._aftermath = Aftermath(self.writers, self.peers, self._asking, patience, self.outbox)
         self._landing = Landing(slots, me.attach)
         self._topology = Topology(me.attach.layout, me.rank, me.decode_tp, slots.writers)
-        self._past: OrderedDict[Key, State] = OrderedDict()
-        self._max_past = limits.outcomes
+        self._past: Past[State] = Past(limits.outcomes)
 
     # What the scheduler wants.
 
@@ -151,9 +133,6 @@ class Receivers:
         """Give up all of them."""
         for receiver in list(self.rooms.values()):
             self._feed(receiver, Withdrawn(problem.message), now)
-
-    def farewell(self) -> None:
-        """Nobody keeps memory for us: who wrote to us hears no more, and that is enough."""
 
     # What the bootstrap server tells.
 
@@ -263,14 +242,9 @@ class Receivers:
     def _landed(self, receiver: Receiver, leg: Leg, record: SlotRecord, now: float) -> None:
         """One writer is done, if it kept to the order; when all are, that is believed."""
         leg.record = record
-        if record.status != SLOT_COMPLETE:
-            cause = f"slot status {record.status} of prefill rank {leg.rank}"
-            self._break(receiver, TransferFailed, cause, now)
-            return
         writing = [other for other in receiver.legs.values() if other.writes]
-        said = {other.rank: other.record for other in writing if other.record is not None}
-        if cause := disagreement(said):
-            self._break(receiver, TransferFailed, f"prefill ranks {cause}", now)
+        if cause := trouble(leg.rank, record, writing):
+            self._break(receiver, TransferFailed, cause, now)
         elif all(other.record is not None for other in writing):
             self._arrived(receiver, record, now)
 
@@ -380,9 +354,7 @@ class Receivers:
     def _end(self, receiver: Receiver, now: float) -> None:
         receiver.over_at = now
         self.counters[f"receives_{receiver.state}"] += 1
-        self._past[receiver.key] = receiver.state
-        if len(self._past) > self._max_past:
-            self._past.popitem(last=False)
+        self._past.remember(receiver.key, receiver.state)
         if receiver.handshake is not None:
             self._landing.let_go(receiver)
             self._aftermath.revoke(receiver)

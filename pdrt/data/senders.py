@@ -8,7 +8,7 @@ attempt that is over is never bound again, and a handshake that comes too late i
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from typing import assert_never
 
 from pdrt.data.chunks import write_of
@@ -19,6 +19,7 @@ from pdrt.data.handshake import is_genuine
 from pdrt.data.limits import Limits, Patience
 from pdrt.data.openwrites import OpenWrite, OpenWrites
 from pdrt.data.outward import AbortWrite, Outward, StartWrite
+from pdrt.data.past import Past
 from pdrt.data.quarantine import Ledger
 from pdrt.data.sessions import Sending as Sending
 from pdrt.data.sessions import Session, Sessions
@@ -75,8 +76,7 @@ class Senders:
         self.writes: Ledger[Key, int] = Ledger()
         self._open = OpenWrites(patience)
         self._voice = Voice(me.rank, self.outbox)
-        self._outcomes: OrderedDict[Key, Problem | None] = OrderedDict()
-        self._max_outcomes = limits.outcomes
+        self._outcomes: Past[Problem | None] = Past(limits.outcomes)
         self._last_write = 0
         self._leaving: Problem | None = None  # why nothing is begun any more
 
@@ -264,7 +264,7 @@ class Senders:
         sender = self.rooms.get(key)
         is_target = sender is not None and session.name in sender.targets
         if sender is None:
-            self._remember(key, self._outcomes.get(key, problem))
+            self._outcomes.remember(key, self._outcomes.get(key, problem))
         elif is_target or sender.state is State.BOOTSTRAPPING:
             self._feed(sender, DecodeLeft(problem, session.name))
         if not is_target:
@@ -340,7 +340,7 @@ class Senders:
     def _forget(self, sender: Sender) -> None:
         """It is over and no write of it is open: source and target may be reused."""
         del self.rooms[sender.key]
-        self._remember(sender.key, sender.problem)
+        self._outcomes.remember(sender.key, sender.problem)
         self.counters[f"sends_{sender.state}"] += 1
         self.events.append(SendEnded(sender.room, sender.attempt, sender.problem))
         for session in self._targets(sender):
@@ -390,12 +390,6 @@ class Senders:
             self._decline(session, key, problem)
 
     def _decline(self, session: Session, key: Key, problem: Problem) -> None:
-        self._remember(key, problem)
+        self._outcomes.remember(key, problem)
         self._voice.failed(session, key, problem)
         self._voice.quiesced(session, key)
-
-    def _remember(self, key: Key, problem: Problem | None) -> None:
-        self._outcomes[key] = problem
-        self._outcomes.move_to_end(key)
-        if len(self._outcomes) > self._max_outcomes:
-            self._outcomes.popitem(last=False)

@@ -1145,4 +1145,3 @@ def test_a_decode_rank_that_leaves_stops_its_writers_and_waits_for_their_word() 
     rig.flow()
     assert rig.has(Quiet, A)
     assert not rig.d.rooms
-    rig.d.farewell()
