@@ -59,11 +59,15 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveFailed:
-    """This attempt will not deliver; another prefill may, if the problem is retryable."""
+    """This attempt will not deliver; another prefill may, if the problem is retryable.
+
+    `was_written`: the prefill side believes that it did its part, so nobody tries that again.
+    """
 
     room: int
     attempt: int
     problem: Problem
+    was_written: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,7 @@ class Group:
                 self._received(rank, key, receive)
             case ReceiveFailed():
                 receive.failed.add(rank)
-                self._break_receive(event.problem, key, receive)
+                self._break_receive(event, key, receive)
             case Quiet():
                 self._quiet(rank, key, receive)
             case _:
@@ -196,10 +196,10 @@ class Group:
             else:
                 self.events.append(Received(*key, receive.records[0]))
 
-    def _break_receive(self, problem: Problem, key: Key, receive: _Receive) -> None:
+    def _break_receive(self, failed: ReceiveFailed, key: Key, receive: _Receive) -> None:
         if receive.is_over:
             return
-        self.events.append(ReceiveFailed(*key, problem))
+        self.events.append(failed)
         for rank in range(self._size):
             if rank not in receive.failed and rank not in receive.records:
                 self.orders.append((rank, AbortReceiver(*key, _SIBLING)))

@@ -302,7 +302,7 @@ def _received(r: Receiver, e: SlotsValid) -> Sequence[ReceiveOutput]:
 
 
 def _failed(r: Receiver, e: Broke) -> Sequence[ReceiveOutput]:
-    return [ReceiveFailed(r.room, r.attempt, e.problem)]
+    return [ReceiveFailed(r.room, r.attempt, e.problem, was_written=r.record is not None)]
 
 
 def _failed_admitted(r: Receiver, e: Broke) -> Sequence[ReceiveOutput]:

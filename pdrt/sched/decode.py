@@ -153,7 +153,7 @@ class DecodeDisaggScheduler:
     def _failed(self, request: Request, event: ReceiveFailed, now: float) -> None:
         if request.is_resuming:
             self.book.move(request, FellBack())
-        elif event.problem.is_retryable:
+        elif event.problem.is_retryable and not event.was_written:
             until = now + self.limits.rebind_grace_s
             self.book.move(request, AttemptLost(event.problem, until))
         else:

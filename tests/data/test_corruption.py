@@ -100,6 +100,7 @@ def test_a_damaged_block_fails_the_transfer_by_name_and_may_be_tried_elsewhere(
     rig.verified(BAD)
     problem = rig.failure.problem
     assert problem.is_retryable
+    assert rig.failure.was_written  # prefill is content, and will not try it again
     for word in ("prompt's block 1", "our block 7", "kv head 0", "prefill rank 0,0,0", "room 1"):
         assert word in problem.message
     assert rig.d.counters["blocks_corrupt"] == 1

@@ -285,6 +285,16 @@ def test_a_transfer_that_completes_after_its_abort_proves_that_it_is_over() -> N
     assert rig.book.counters["late"] == 2
 
 
+def test_what_prefill_believes_done_is_told_at_once_for_nobody_will_rebind_it() -> None:
+    """CASES 54: damage found in what was written whole."""
+    rig = at(State.TRANSFERRING)
+    rig.feed(ReceiveFailed(1, 0, LOST, was_written=True))
+    assert rig.ends[1] == [LOST.code]
+    assert rig.book.blocks.used == 2  # until it is quiet
+    rig.feed(Quiet(1, 0))
+    assert is_baseline(rig.book)
+
+
 def test_a_lost_prefill_is_waited_for_and_then_told_as_it_was() -> None:
     rig = at(State.UNBOUND)
     assert rig.sched.next_timer() == LIMITS.rebind_grace_s
