@@ -32,9 +32,10 @@ from pdrt.data.commands import (
 )
 from pdrt.data.events import TransferEvent
 from pdrt.data.limits import Limits, Patience
+from pdrt.data.meeting import Meetings
 from pdrt.data.memory import PoolMemory
 from pdrt.data.metadata import MetadataBufferPool
-from pdrt.data.probe import Prober, Signature, Way, reach_ourselves
+from pdrt.data.probe import Prober
 from pdrt.data.process import DeathWatch, this_process
 from pdrt.data.receivers import Receivers, Receiving
 from pdrt.data.routing import RouteFinder, Routes
@@ -42,15 +43,13 @@ from pdrt.data.senders import Senders, Sending
 from pdrt.data.transfer import Receiver, Sender
 from pdrt.data.transport.checked import CheckedTransport
 from pdrt.data.transport.promise import Peer, Transport
-from pdrt.data.ways import Ways, no_way, nothing_came
 from pdrt.data.wire import Wire
-from pdrt.errors import BadMessage, PeerLost, TransferFailed
+from pdrt.errors import BadMessage, PeerLost
 from pdrt.keys import ClusterKey
 from pdrt.messages import (
     FROM_DECODE,
     FROM_PREFILL,
     Attach,
-    Attached,
     FromPrefill,
     KvLayout,
     Problem,
@@ -118,9 +117,9 @@ class KVTransferManager:
         self._is_idle = asyncio.Event()  # no attempt holds any memory
         self._reported_long = 0
         self._routing = RouteFinder(self.routes, self.timeouts.connect_s, self._routed)
-        self._prober = Prober(self.transport, self.memory, self.clock, self.timeouts.attach_s)
+        prober = Prober(self.transport, self.memory, self.clock, self.timeouts.attach_s)
+        self._meetings = Meetings(self.transport, self.memory, prober, self.rank, self._process)
         self._session = secrets.token_hex(8)
-        self._ways = Ways()
         self._senders: Senders | None = None
         self._receivers: Receivers | None = None
 
@@ -157,7 +156,7 @@ class KVTransferManager:
 
     async def try_transports(self) -> None:
         """Write to ourselves through each, while `run` runs. Raises ConfigError."""
-        for way in await reach_ourselves(self._prober, self.transport, self.memory):
+        for way in await self._meetings.with_ourselves():
             _log.info("transport_ready", transport=way.transport, gb_per_s=way.rounded)
 
     async def run(self) -> None:
@@ -250,7 +249,7 @@ class KVTransferManager:
             peers=peers,
             quarantined=desk.quarantined,
             counters={**self.transport.counters, **counters},
-            transports=self._ways.told(peers),
+            transports=self._meetings.ways.told(peers),
         )
 
     # Inside.
@@ -289,7 +288,7 @@ class KVTransferManager:
 
     async def _follow_writes(self) -> None:
         async for end in self.transport.ends():
-            if not self._prober.ended(end) and self._senders:
+            if not self._meetings.ended(end) and self._senders:
                 self._senders.write_ended(end, self.clock())
                 self._carry_out()
         raise PeerLost(f"the transport {self.transport.name} has ended")
@@ -348,8 +347,7 @@ class KVTransferManager:
             case out.AbortWrite(write):
                 self.transport.abort(write)
             case out.DetachPeer(peer):
-                self.transport.detach(peer)
-                self._ways.forget(peer)
+                self._meetings.part(peer)
             case out.Admit() | out.Revoke():
                 self._gate(effect)
             case out.AttachPeer() | out.VerifyBlocks() | out.FindRoute():
@@ -387,35 +385,12 @@ class KVTransferManager:
                 assert_never(effect)
 
     async def _attach_peer(self, peer: Peer, number: int) -> None:
-        sessions = self._sending.sessions
-        try:
-            way = await self._prober.reach(peer, Signature(peer.name, self._process, number))
-        except TransferFailed as error:
-            session = sessions.get(peer.name)
-            there = f"{peer.name} at {session.endpoint if session else 'nowhere any more'}"
-            here = f"{self.rank} at {self._wire.endpoint}"
-            sessions.not_attached(peer.name, no_way(here, there, error, self.transport.offers))
-        else:
-            if session := sessions.get(peer.name):
-                self._ways.know(peer.name, session.endpoint, way)
-                sessions.attached(peer.name, way.transport, way.gb_per_s)
-            else:  # it died meanwhile
-                self.transport.detach(peer.name)
+        await self._meetings.go_to(peer, number, self._sending, self._wire.endpoint)
         self._carry_out()
 
     def _proven(self, message: FromPrefill) -> FromPrefill:
-        """An Attached counts when the bytes that it speaks of are here."""
-        if not isinstance(message, Attached) or message.session != self._session:
-            return message
-        sign = Signature(self._session, message.process, message.number)
-        for peer in self._receiving.peers.meeting(message):
-            if peer.is_attached:
-                continue  # said again
-            if not sign.is_in(self.memory):
-                return nothing_came(message, peer.endpoint, self._wire.endpoint)
-            way = Way(message.transport, message.gb_per_s)
-            self._ways.know(peer.name, peer.endpoint, way)
-        return message
+        endpoint = self._wire.endpoint
+        return self._meetings.proven(message, self._receiving, self._session, endpoint)
 
     def _routed(self, wish: out.FindRoute, answer: Route | Problem) -> None:
         key = wish.room, wish.attempt
