@@ -116,7 +116,10 @@ class KVTransferManager:
         self._is_expecting = asyncio.Event()  # a slot is waited for
         self._is_idle = asyncio.Event()  # no attempt holds any memory
         self._reported_long = 0
-        self._routing = RouteFinder(self.routes, self.timeouts.connect_s, self._routed)
+        # `routes` is looked up each time: a bench gives another one once both ends are there.
+        self._routing = RouteFinder(
+            lambda source: self.routes(source), self.timeouts.connect_s, self._routed
+        )
         prober = Prober(self.transport, self.memory, self.clock, self.timeouts.attach_s)
         self._meetings = Meetings(self.transport, self.memory, prober, self.rank, self._process)
         self._session = secrets.token_hex(8)
