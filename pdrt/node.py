@@ -42,6 +42,7 @@ from pdrt.folder import PrivateFolder
 from pdrt.keys import ClusterKey
 from pdrt.messages import FromWorker, Rank
 from pdrt.modelspec import ModelSpec
+from pdrt.openfiles import allow_all
 from pdrt.spawn import WorkerSpec
 
 _DELAYS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 10)
@@ -209,12 +210,14 @@ def check_served(role: Role, config: NodeConfig, place: Place) -> None:
         raise ConfigError(f"a {role} node that is no leader has nothing to do in this version")
     if role != "hybrid":
         check_installed(config.transfer)
-    ModelSpec.read(config.model.path, config.model.max_model_len).check_tp(parallel.tp)
+    path = config.model.path
+    ModelSpec.read(path, config.model.max_model_len).check_tp(parallel.tp, path)
 
 
 def main(role: Role, config: NodeConfig, node_index: int = 0) -> int:
     """Run one node in this process; its exit status. Raises ConfigError."""
     telemetry.configure(config.log.level, config.log.format, process=role)
+    allow_all()
     place = Place.of(config.parallel, node_index)
     check_served(role, config, place)
     key = config.security.cluster_key()

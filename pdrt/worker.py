@@ -34,6 +34,7 @@ from pdrt.life import Life
 from pdrt.link import Link
 from pdrt.members import GroupTransfers, Members
 from pdrt.messages import FromWorker, Output, Outputs, Problem, ToWorker
+from pdrt.openfiles import allow_all
 from pdrt.sched.effects import Say
 from pdrt.sched.events import Cancelled, Rebound, ResumeLocally
 from pdrt.spawn import WorkerSpec, read_spec
@@ -273,6 +274,7 @@ def main() -> NoReturn:
     setproctitle.setproctitle(spec.title)
     log = spec.config.log
     telemetry.configure(log.level, log.format, process=spec.role, worker=str(spec.rank))
+    allow_all()
     sys.setswitchinterval(0.001)  # the loop must not wait 5 ms for the device thread's Python
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     code = runner.run(serve(spec))

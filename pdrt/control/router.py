@@ -24,6 +24,7 @@ from pdrt.control.http import PATH_HEADER, add_request_id, error_middleware, lis
 from pdrt.control.relay import Clocks
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
+from pdrt.openfiles import allow_all
 
 ROUTER: Final = web.AppKey("router", Router)
 CLOSE_S: Final = 1.0  # for connections whose requests have ended
@@ -127,6 +128,7 @@ async def _first(one: Coroutine[None, None, object], other: Coroutine[None, None
 def main(config: RouterConfig) -> int:
     """Run a router in this process; its exit status. Raises ConfigError."""
     telemetry.configure(config.log.level, config.log.format, process="router")
+    allow_all()
     setproctitle.setproctitle("pdrt router")
 
     def say(line: str) -> None:
