@@ -55,7 +55,7 @@ TopP = Annotated[
 
 @app.command(
     epilog="Examples: `pdrt up` · `pdrt up --prefill 2 --decode 2` ·"
-    " `pdrt up --prefill-tp 2 --decode-dp 2 --transport tcp` ·"
+    " `pdrt up --prefill-tp 3 --decode-dp 2 --transport tcp` ·"
     " `pdrt up --hybrid 1 --model ./Qwen3-0.6B`"
 )
 def up(
@@ -329,7 +329,7 @@ def _measured(wanted: Wanted, defaults: NodeConfig) -> Wanted:
 
     path, kv_memory = with_model(defaults).model.path, defaults.scheduler.kv_memory
     for tp in (wanted.prefill_tp, wanted.decode_tp):
-        ModelSpec.read(path).check_tp(tp)
+        ModelSpec.read(path).check_tp(tp, path)
     return replace(
         wanted,
         model=path,

@@ -85,15 +85,24 @@ class ModelSpec:
         _refuse_windows(fields, spec)
         return spec
 
-    def check_tp(self, size: int) -> None:
+    def check_tp(self, size: int, path: str = "") -> None:
         """Raises ConfigError when `size` tensor-parallel ranks cannot share this model evenly."""
-        refused = f"[parallel] tp = {size}: must divide"
+        if why := self._why_not_tp(size):
+            fitting = (n for n in range(1, self.heads + 1) if not self._why_not_tp(n))
+            raise ConfigError(
+                f"[parallel] tp = {size}: must divide {why}"
+                f"{f' ({path})' if path else ''}; possible: {', '.join(map(str, fitting))}"
+            )
+
+    def _why_not_tp(self, size: int) -> str:
+        """What `size` ranks must divide and do not; empty when they may share this model."""
         if self.heads % size:
-            raise ConfigError(f"{refused} the model's {self.heads} attention heads")
+            return f"the model's {self.heads} attention heads"
         if self.kv_heads % size and size % self.kv_heads:
-            raise ConfigError(f"{refused} the model's {self.kv_heads} kv heads or be a multiple")
+            return f"the model's {self.kv_heads} kv heads or be a multiple"
         if self.intermediate % size:
-            raise ConfigError(f"{refused} the model's intermediate size {self.intermediate}")
+            return f"the model's intermediate size {self.intermediate}"
+        return ""
 
 
 NULL_SPEC: Final = ModelSpec(

@@ -115,7 +115,7 @@ def test_help_of_up_shows_a_command_for_every_kind_of_cluster(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     said = run(capsys, "up", "--help")[1]
-    assert "--prefill-tp 2 --decode-dp 2 --transport tcp" in said
+    assert "--prefill-tp 3 --decode-dp 2 --transport tcp" in said
 
 
 def test_every_option_is_explained() -> None:
@@ -144,7 +144,7 @@ def test_an_unknown_role_is_refused_with_what_there_is(capsys: pytest.CaptureFix
         (["--prefill", "1", "--decode", "0"], "come together"),
         (["--prefill", "0", "--decode", "0"], "nothing to start"),
         (["--prefill-tp", "3", "--decode-tp", "2"], "one must divide the other"),
-        (["--prefill-tp", "3", "--model", "null"], "tp = 3: must divide the model's 8"),
+        (["--prefill-tp", "3", "--model", "null"], "attention heads (null); possible: 1, 2, 4, 8"),
         (["--hybrid", "1", "--decode-tp", "2"], "not for --hybrid"),
         (["--dtype", "int3"], "dtype"),
         (["--transport", "pigeon"], "transport"),

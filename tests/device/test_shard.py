@@ -59,7 +59,7 @@ def test_a_layout_says_what_the_rank_has_and_what_the_model_has() -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "intermediate", "size", "says"),
     [
-        (6, 2, 48, 4, "tp = 4: must divide the model's 6 attention heads"),
+        (6, 2, 48, 4, "tp = 4: must divide the model's 6 attention heads; possible: 1, 2, 6"),
         (12, 4, 48, 6, "tp = 6: must divide the model's 4 kv heads or be a multiple"),
         (12, 4, 50, 4, "tp = 4: must divide the model's intermediate size 50"),
     ],
