@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
 import re
 import secrets
 from collections.abc import Collection
 from typing import Any, Final, NoReturn, TypeAlias
 
 import structlog
-from aiohttp import ClientError, web
+from aiohttp import ClientConnectorError, ClientError, web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -119,7 +120,15 @@ def error_of_client(error: ClientError | TimeoutError | OSError, where: str) -> 
     """What a failed call to another process is called here."""
     if isinstance(error, TimeoutError):
         return _at(Unavailable(f"{where} did not answer in time"), where)
-    return _at(Unavailable(f"{where} cannot be reached: {error!r}"), where)
+    return _at(Unavailable(f"{where} cannot be reached: {cause_of(error)}"), where)
+
+
+def cause_of(error: ClientError | OSError | TimeoutError) -> str:
+    """What the system says of a connection; else the exception's name and what it says."""
+    system = error.os_error if isinstance(error, ClientConnectorError) else error
+    if isinstance(system, OSError) and system.errno:  # a resolver's numbers are its own
+        return os.strerror(system.errno) if system.errno > 0 else str(system.strerror)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _error(code: str, message: str, stage: str, otherwise: type[PdrtError]) -> PdrtError:

@@ -13,7 +13,7 @@ from typing import Final
 
 import aiohttp
 
-from pdrt.control.http import error_from_answer, parse_object
+from pdrt.control.http import cause_of, error_from_answer, parse_object
 from pdrt.control.instances import Instance, Status, read_status
 from pdrt.control.legs import Failure
 from pdrt.errors import BadMessage, BadRequest, PdrtError, PeerLost, Unavailable
@@ -94,7 +94,7 @@ class Upstream:
                 allow_redirects=False,
             )
         except aiohttp.ClientConnectorError as error:
-            instance.died(f"cannot connect: {error.os_error.strerror or error.os_error}")
+            instance.died(f"cannot connect: {cause_of(error)}")
             raise _lost(instance, "cannot be reached", error) from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise _lost(instance, "closed the connection without an answer", error) from error
@@ -114,11 +114,11 @@ class Upstream:
             ) as response:
                 return response.status, await Answer(instance, response).whole(MAX_STATUS_BYTES)
         except aiohttp.ClientConnectorError as error:
-            reason = f"cannot connect: {error.os_error.strerror or error.os_error}"
+            reason = f"cannot connect: {cause_of(error)}"
             instance.died(reason)
             raise PeerLost(reason) from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise PeerLost(f"the connection broke: {error!r}") from error
+            raise PeerLost(f"the connection broke: {cause_of(error)}") from error
 
     async def status(self, instance: Instance) -> Status:
         """What a pdrt leader says of itself. Raises PdrtError."""
@@ -152,8 +152,8 @@ def open_session(connect_s: float) -> aiohttp.ClientSession:
     )
 
 
-def _lost(instance: Instance, what: str, error: BaseException) -> PeerLost:
+def _lost(instance: Instance, what: str, error: aiohttp.ClientError | OSError) -> PeerLost:
     instance.nudged.set()  # look at it now rather than at the next beat
-    lost = PeerLost(f"{instance.name} {what}: {str(error) or type(error).__name__}"[:500])
+    lost = PeerLost(f"{instance.name} {what}: {cause_of(error)}"[:500])
     lost.stage = instance.role
     return lost
