@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Final, Protocol
 
 import numpy as np
@@ -16,10 +16,11 @@ import numpy as np
 from pdrt.bench.pairing import Bytes, Pairing, Stretch
 from pdrt.bench.plain import PlainSender, Style
 from pdrt.config import TransferSection, TransportName
+from pdrt.data.installed import NEEDS, devices, package
 from pdrt.data.memory import PoolMemory
 from pdrt.data.transport.choose import open_transport
 from pdrt.data.transport.promise import Ended, Key, Peer, Transport, Write
-from pdrt.errors import TransferFailed
+from pdrt.errors import ConfigError, TransferFailed
 from pdrt.keys import ClusterKey
 from pdrt.messages import KvLayout, Process, Region
 
@@ -53,7 +54,24 @@ def open_named(
     name: TransportName, memory: PoolMemory, local_ip: str, key: ClusterKey
 ) -> Transport:
     """The transport of that name. Raises ConfigError, which says what to install or to do."""
+    if lacks := lacking(name):
+        raise ConfigError(lacks)
     return open_transport(TransferSection(transport=name), memory, local_ip, key)
+
+
+def lacking(
+    name: TransportName,
+    found: Callable[[TransportName], str | None] = package,
+    devices_of: Callable[[TransportName], list[str]] = devices,
+) -> str:
+    """What this host lacks for it, with the command that installs it; empty when nothing."""
+    needs = NEEDS[name]
+    lacks = [f"it is not installed: {needs.install}"] if found(name) is None else []
+    if needs.needs_device and not devices_of(name):
+        lacks.append(f"it needs an Ascend NPU and its driver ({needs.devices}/{needs.pattern})")
+    if not lacks and name == "memfabric":
+        lacks.append("its processes meet at a store that only a cluster has; this bench makes none")
+    return "; ".join(lacks)
 
 
 class Memcpy:

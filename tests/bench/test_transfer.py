@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -24,8 +25,9 @@ from pdrt.bench.results import Results
 from pdrt.bench.shell import Report, transfer
 from pdrt.bench.target import Target, serve
 from pdrt.bench.transfer import Place, Run, local_target, measure
-from pdrt.bench.ways import Memcpy, pool_memory
+from pdrt.bench.ways import Memcpy, lacking, pool_memory
 from pdrt.bench.words import Bye, Check, Hello, Sorry, Sum, Welcome
+from pdrt.config import TransportName
 from pdrt.errors import ConfigError, TransferFailed, Unavailable
 from pdrt.keys import ClusterKey
 
@@ -54,7 +56,7 @@ def test_a_run_reports_each_way_in_each_case_and_every_byte_arrived(tmp_path: Pa
     assert seen == {(w, s, b) for w in ways for s in (4096, 65536) for b in (1, 4)}
     assert all(("of_plain_loop" in p) == (p["transport"] == "tcp") for p in points)
     assert all(p["gb_per_s"] > 0 and p["p99_us"] >= p["p50_us"] > 0 for p in points)
-    assert "memfabric is not measured: " in out.getvalue()
+    assert "memfabric is not measured: it " in out.getvalue()
 
 
 async def run_with(way: object) -> Results:
@@ -240,6 +242,25 @@ async def test_who_has_not_the_token_writes_nothing() -> None:
     assert not any(target)
     sender.close()
     receiver.close()
+
+
+# What cannot be measured here.
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "devices", "says"),
+    [
+        ("shm", "", [], r"^$"),
+        ("nixl", None, [], r"not installed: pip install nixl-cu12==[\d.]+$"),
+        ("memfabric", None, [], r"not installed: pip install memfabric-hybrid==.*Ascend NPU"),
+        ("memfabric", "memfabric-hybrid 1", [], r"^it needs an Ascend NPU and its driver"),
+        ("memfabric", "memfabric-hybrid 1", ["davinci0"], r"meet at a store"),
+    ],
+)
+def test_a_transport_that_cannot_be_measured_says_what_to_install(
+    name: TransportName, package: str | None, devices: list[str], says: str
+) -> None:
+    assert re.search(says, lacking(name, lambda _name: package, lambda _name: devices))
 
 
 # The command.
