@@ -73,10 +73,10 @@ def _share(results: Results, limit: str) -> Callable[[Series], str]:
 
 
 def _latency(series: Series) -> str:
-    """46/215 us, 1.1/4.2 ms: both in the unit that the larger one wants."""
+    """46/215us or 1.1/4.2ms: both in the unit that the larger one wants."""
     average, most = series.avg_us, series.quantile_us(0.99)
     scale, unit = (1, "us") if max(average, most) < 999.5 else (1000, "ms")
-    return f"{_short(average / scale)}/{_short(most / scale)} {unit}"
+    return f"{_short(average / scale)}/{_short(most / scale)}{unit}"
 
 
 def _short(value: float) -> str:
