@@ -3,7 +3,7 @@
     python fake_parts.py BEHAVIOUR HOST PORT
 
 `node` is ready when asked a few times, so that its loading is seen, and ends on SIGTERM;
-`router` is no different; `deaf` ignores SIGTERM, `broken` says why it cannot start and exits 3,
+`router` is no different; `refusing` is never ready, `deaf` ignores SIGTERM, `broken` says why it cannot start and exits 3,
 and any of them dies on GET /die and changes its mind about being ready on GET /turn.
 """
 
@@ -59,6 +59,7 @@ def say(**told: object) -> None:
 
 def main(behaviour: str, host: str, port: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" else leave)
+    Handler.is_well = behaviour != "refusing"
     if behaviour == "broken":
         say(event="cannot start", error="no such model")
         sys.exit(3)

@@ -270,6 +270,7 @@ class Rig:
     pids: list[int] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     wanted: Wanted = field(default_factory=Wanted)
+    tell_s: float = 5.0
 
     def program(self, part: Part, conf: Path) -> list[str]:
         assert tomllib.loads(conf.read_text())
@@ -286,9 +287,9 @@ class Rig:
         self.parts = lay_out(self.wanted, FREE, self.folder / "key", machine(), free_port)
         key = new_key(self.folder / "key")
         with Screen(self.console) as screen:
-            cluster = Cluster(self.parts, self.folder, key, screen, {}, self.program)
+            cluster = Cluster(self.parts, self.folder, key, screen, {}, self.program, self.tell_s)
             try:
-                return await cluster.serve(Patience(startup_s, drain_s), meanwhile)
+                return await cluster.serve(Patience(startup_s, drain_s, self.tell_s), meanwhile)
             finally:
                 self.pids = [child.pid for child in cluster.children]
 
@@ -371,6 +372,18 @@ async def test_what_never_gets_ready_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"not ready after 0\.3 s"):
         await rig.serve(leave, startup_s=0.3)
     assert rig.nobody_is_left()
+
+
+async def test_why_a_router_with_ready_nodes_is_not_ready_is_said_again_and_again(
+    rig: Rig,
+) -> None:
+    """Its canaries may fail for minutes: who waits sees why, and where to look."""
+    rig.behaviours["router"], rig.tell_s = "refusing", 0.05
+    with pytest.raises(Unavailable, match="says: no healthy decode instance"):
+        await rig.serve(leave, startup_s=3)
+    why = "all nodes are ready, the router is not yet: no healthy decode instance"
+    assert rig.said.count(why) > 1
+    assert f"logs in {rig.folder}" in rig.said
 
 
 class Unready(Rig):

@@ -42,12 +42,13 @@ def _writers_of(head: int, heads: int, legs: Sequence[Leg]) -> str:
 def told(receiver: Receiver, cause: str, peers: PrefillPeers, attach: Attach) -> str:
     """All that is needed to find the fault: each rank, its peer, its transport and its bytes."""
     wanted = len(receiver.handshake.blocks) // 4 if receiver.handshake else 0
-    done = sum(leg.done_bytes for leg in receiver.legs.values())
+    total = wanted * attach.layout.block_bytes
+    done = min(total, sum(leg.done_bytes for leg in receiver.legs.values()))  # slots count, too
     ways = "/".join(attach.region.offers)
     legs = ", ".join(_told_of(leg, peers, ways) for leg in receiver.legs.values())
     return (
         f"room {receiver.room} attempt {receiver.attempt}: {cause};"
-        f" {done} of {wanted * attach.layout.block_bytes} bytes known written,"
+        f" {done} of {total} bytes known written,"
         f" last {receiver.state}; from prefill rank {legs or 'not known yet'}"
     )
 

@@ -42,6 +42,7 @@ _ASK_S: Final = 2.0
 class Patience:
     startup_s: float
     drain_s: float
+    tell_s: float = 5.0  # how often it is said why the router is not ready yet
 
 
 class Asked:
@@ -102,7 +103,7 @@ class Cluster:
         asked.listen()
         try:
             await self._start()
-            if await self._becomes_ready(asked, patience.startup_s):
+            if await self._becomes_ready(asked, patience):
                 self._tell_ready()
                 if meanwhile is None:
                     await self._watch(asked)
@@ -127,9 +128,9 @@ class Cluster:
             )
             self.children.append(child)
 
-    async def _becomes_ready(self, asked: Asked, within_s: float) -> bool:
+    async def _becomes_ready(self, asked: Asked, patience: Patience) -> bool:
         """False when asked to stop before. Raises PeerLost or Unavailable when it never will."""
-        until = time.monotonic() + within_s
+        until, tell_at = time.monotonic() + patience.startup_s, time.monotonic() + patience.tell_s
         async with self._session() as session:
             while time.monotonic() < until:
                 self._hear()
@@ -142,13 +143,17 @@ class Cluster:
                 are_ready = all(
                     s is not None and s.get("state") == "ready" for s in statuses.values()
                 )
-                if are_ready and await _is_ready(session, self._router.url):
-                    return True
+                if are_ready:
+                    if await _is_ready(session, self._router.url):
+                        return True
+                    if time.monotonic() >= tell_at:
+                        tell_at = time.monotonic() + patience.tell_s
+                        await self._tell_why_not_ready(session)
                 await asked.stop_within(_LOOK_S)
                 if asked.stop.is_set():
                     return False
-            reason = await _ask(session, f"{self._router.url}/ready")
-        raise Unavailable(f"not ready after {within_s:g} s; the router says: {reason}")
+            reason = await self._why_not_ready(session)
+        raise Unavailable(f"not ready after {patience.startup_s:g} s; the router says: {reason}")
 
     def _hear(self) -> None:
         for child in self.children:
@@ -191,12 +196,19 @@ class Cluster:
         """Whether requests can be served just now; said when it has changed."""
         is_ready = await _is_ready(session, self._router.url)
         if was_ready and not is_ready:
-            told = await _ask(session, f"{self._router.url}/ready")
-            reason = told.get("reason") if isinstance(told, Mapping) else told
-            self._screen.problem(f"no longer ready: {reason}")
+            self._screen.problem(f"no longer ready: {await self._why_not_ready(session)}")
         elif is_ready and not was_ready:
             self._screen.say("ready again", "bold green")
         return is_ready
+
+    async def _tell_why_not_ready(self, session: ClientSession) -> None:
+        reason = await self._why_not_ready(session)
+        self._screen.say(f"all nodes are ready, the router is not yet: {reason}", "yellow")
+        self._screen.say(f"logs in {self._folder}", "dim")
+
+    async def _why_not_ready(self, session: ClientSession) -> object:
+        told = await _ask(session, f"{self._router.url}/ready")
+        return told.get("reason") if isinstance(told, Mapping) else told
 
     async def _statuses(
         self, session: ClientSession, living: Sequence[Child]
