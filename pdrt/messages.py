@@ -259,6 +259,7 @@ class AbortTransfer:
     attempt: U32
     session: Short
     number: Count = 0
+    reason: Words = ""
 
 
 @_wire

@@ -85,6 +85,10 @@ class Asking:
         self.number += 1
         room, attempt = receiver.key
         message = AbortTransfer(
-            room=room, attempt=attempt, session=self._attach.session, number=self.number
+            room=room,
+            attempt=attempt,
+            session=self._attach.session,
+            number=self.number,
+            reason=receiver.over_because,
         )
         self._outbox.append(Tell(peer.endpoint, message))

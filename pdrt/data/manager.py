@@ -43,6 +43,7 @@ from pdrt.data.senders import Senders, Sending
 from pdrt.data.transfer import Receiver, Sender
 from pdrt.data.transport.checked import CheckedTransport
 from pdrt.data.transport.promise import Peer, Transport
+from pdrt.data.ways import no_pair
 from pdrt.data.wire import Wire
 from pdrt.errors import BadMessage, PeerLost
 from pdrt.keys import ClusterKey
@@ -355,10 +356,16 @@ class KVTransferManager:
                 self._gate(effect)
             case out.AttachPeer() | out.VerifyBlocks() | out.FindRoute():
                 self._begin(effect, group)
-            case out.ForgetRoute(host, port):
-                self._routing.forget(host, port)
+            case out.ForgetRoute() | out.ReportRefusal():
+                self._doubt_route(effect)
             case _:
                 assert_never(effect)
+
+    def _doubt_route(self, effect: out.ForgetRoute | out.ReportRefusal) -> None:
+        if isinstance(effect, out.ReportRefusal):
+            no_pair(effect.host, effect.port, effect.reason)
+        else:
+            self._routing.forget(effect.host, effect.port)
 
     def _gate(self, effect: out.Admit | out.Revoke) -> None:
         """Who may write to our memory."""

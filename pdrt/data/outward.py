@@ -115,6 +115,15 @@ class FindRoute:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportRefusal:
+    """A prefill instance and we can never work together: an operator has to read that."""
+
+    host: str
+    port: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetRoute:
     """What this bootstrap server said does not hold any more."""
 
@@ -135,4 +144,5 @@ Outward: TypeAlias = (
     | VerifyBlocks
     | FindRoute
     | ForgetRoute
+    | ReportRefusal
 )

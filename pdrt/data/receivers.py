@@ -28,7 +28,7 @@ from pdrt.data.landing import Landing
 from pdrt.data.legs import damage, told, trouble
 from pdrt.data.limits import Limits, Patience
 from pdrt.data.metadata import MetadataBufferPool
-from pdrt.data.outward import Admit, ForgetRoute, Outward, VerifyBlocks
+from pdrt.data.outward import Admit, ForgetRoute, Outward, ReportRefusal, VerifyBlocks
 from pdrt.data.past import Past
 from pdrt.data.prefill_peers import PrefillPeer, PrefillPeers
 from pdrt.data.prefill_peers import Receiving as Receiving
@@ -147,6 +147,7 @@ class Receivers:
         try:
             places = self._topology.places(route, receiver.room, receiver.dp_rank)
         except ConfigError as error:
+            self.outbox.append(ReportRefusal(*receiver.source, str(error)))
             self._break(receiver, ConfigError, str(error), now)
             return
         receiver.decode_ranks = self._topology.handshakes(route)

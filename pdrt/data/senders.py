@@ -258,8 +258,9 @@ class Senders:
         self.sessions.heard(session, now)
         session.number = max(session.number, abort.number)
         key = abort.room, abort.attempt
-        # Why is not said. Where it was the client, nobody reads this; else another try may do.
-        problem = self._problem(TransferFailed, key, "the decode side gave it up")
+        # Where it was the client, nobody reads this; else another try may do.
+        because = f": {abort.reason}" if abort.reason else ""
+        problem = self._problem(TransferFailed, key, f"the decode side gave it up{because}")
         self.early.drop_room(session.name, key)
         sender = self.rooms.get(key)
         is_target = sender is not None and session.name in sender.targets

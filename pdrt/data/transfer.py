@@ -276,6 +276,7 @@ class Receiver:
     has_started: bool = False
     again_at: float = 0.0  # when something we said is said again
     over_at: float = 0.0
+    over_because: str = ""
 
     @property
     def key(self) -> Key:
@@ -306,10 +307,12 @@ def _failed(r: Receiver, e: Broke) -> Sequence[ReceiveOutput]:
 
 
 def _failed_admitted(r: Receiver, e: Broke) -> Sequence[ReceiveOutput]:
+    r.over_because = e.problem.message
     return [*_failed(r, e), SayAbort()]
 
 
-def _withdrawn(_r: Receiver, _e: Withdrawn) -> Sequence[ReceiveOutput]:
+def _withdrawn(r: Receiver, e: Withdrawn) -> Sequence[ReceiveOutput]:
+    r.over_because = e.reason
     return [SayAbort()]
 
 

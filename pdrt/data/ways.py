@@ -42,6 +42,12 @@ class Ways:
         return {peer: str(self._ways[peer]) for peer in peers if peer in self._ways}
 
 
+def no_pair(host: str, port: int, reason: str) -> None:
+    """What a prefill instance says of itself does not fit what we are."""
+    text = f"the prefill instance of bootstrap server {host}:{port} cannot write to us: {reason}"
+    _log.error("peer_refused", reason=text)
+
+
 def no_way(here: str, there: str, error: PdrtError, transports: Iterable[str]) -> Problem:
     """Both ends, what went wrong and where to look."""
     cures = "; ".join(f"{name}: {CURES[name]}" for name in transports)

@@ -94,6 +94,7 @@ class Rig:
         self.flights: dict[Flown, Flight] = {}
         self.heard: list[TransferEvent] = []
         self.told: Counter[tuple[str, Key]] = Counter()
+        self.reported: list[out.ReportRefusal] = []
 
     # One rank on each side.
 
@@ -364,6 +365,8 @@ class Rig:
                 d.wishes.append(effect)
             case out.VerifyBlocks():
                 d.verifying.append(effect)
+            case out.ReportRefusal():
+                self.reported.append(effect)
             case out.Admit(key, areas):
                 d.admitted[key] = [(at, length) for at, length in areas.tolist()]
             case out.Revoke(key, through):

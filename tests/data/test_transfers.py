@@ -256,6 +256,14 @@ def test_an_abort_before_the_request_comes_makes_prefill_never_compute_it() -> N
     rig.check_baseline()
 
 
+def test_the_prefill_side_hears_why_it_is_not_wanted_any_more() -> None:
+    """CASES 19: with damage, a lost peer or a deadline, both legs name the cause."""
+    rig = ready()
+    rig.abort_receive(A)
+    rig.flow()
+    assert "the decode side gave it up: client_gone" in problem_of(rig, SendFailed).message
+
+
 def test_prefill_giving_up_is_told_to_decode_and_its_blocks_become_free() -> None:
     rig = ready()
     rig.send_all(A)
@@ -1034,6 +1042,7 @@ def test_a_route_that_does_not_fit_fails_the_attempt_with_both_values(
     rig.settle()
     assert text in problem_of(rig, ReceiveFailed).message
     assert problem_of(rig, ReceiveFailed).code == "bad_config"
+    assert [text in told.reason for told in rig.reported] == [True]  # an operator reads it too
 
 
 def test_a_route_that_is_not_found_fails_the_attempt_and_may_be_tried_again() -> None:
