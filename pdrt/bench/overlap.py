@@ -40,6 +40,7 @@ _ROLES: Final[tuple[Role, Role]] = ("prefill", "decode")
 _HOSTS: Final = {"prefill": "127.0.0.2", "decode": "127.0.0.1"}
 _PROGRAM: Final = (sys.executable, "-m", "pdrt.bench.timed_worker")
 _REQUEST_S: Final = 300.0
+_LEAST_COMPUTE_S: Final = 0.05  # what a share can be told of
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +215,24 @@ def overlap(config: NodeConfig, tokens: int, prompts: int, report: Report, conso
         found = run(measure(config, tokens, prompts, lambda _number: bar.advance(task)))
     if not report.is_quiet:
         show(console, found)
+    if warning := too_short(found):
+        Console(stderr=True, highlight=False).print(f"warning: {warning}", soft_wrap=True)
     if report.json_file:
         write_points(report.json_file, [asdict(p) | {"share": p.share} for p in found])
     return 0
+
+
+def too_short(found: Sequence[Prompt]) -> str:
+    """Why the shares say nothing, and what to do; empty when they do."""
+    computed_s = statistics.median(prompt.compute_s for prompt in found)
+    if computed_s >= _LEAST_COMPUTE_S:
+        return ""
+    return (
+        f"the prompts were computed in {computed_s * 1000:.0f} ms, and what comes after takes"
+        " a few ms however small the model is: a share of it says nothing of a real one. Read the"
+        f" ms, or take a larger --model or more --tokens, for {_LEAST_COMPUTE_S * 1000:.0f} ms at"
+        " least"
+    )
 
 
 def show(console: Console, found: Sequence[Prompt]) -> None:
@@ -225,5 +241,9 @@ def show(console: Console, found: Sequence[Prompt]) -> None:
         figures = f"{prompt.compute_s * 1000:.0f}", f"{prompt.after_s * 1000:.2f}"
         table.add_row(str(prompt.tokens), *figures, f"{prompt.share:.2%}")
     console.print(table)
+    if too_short(found):
+        after_s = statistics.median(prompt.after_s for prompt in found)
+        console.print(f"median: {after_s * 1000:.2f} ms; the share means little here")
+        return
     share = statistics.median(prompt.share for prompt in found)
     console.print(f"median: {share:.2%} of the time it took to compute the prompt")

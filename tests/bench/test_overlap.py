@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pdrt.bench.overlap import Prompt, overlap, prompt_of
+from pdrt.bench.overlap import Prompt, overlap, prompt_of, show, too_short
 from pdrt.bench.random_model import LLAMA_100M, TINY, make, prepared
 from pdrt.bench.shell import Report
 from pdrt.bench.timed_worker import Step
@@ -38,7 +38,7 @@ def test_the_share_is_of_the_time_from_the_first_chunk_to_the_last() -> None:
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", ["null", pytest.param("tiny", marks=pytest.mark.slow)])
 def test_a_prompt_in_chunks_is_measured_from_the_workers_own_steps(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out, file = io.StringIO(), tmp_path / "x.json"
     if name == "tiny":
@@ -49,7 +49,18 @@ def test_a_prompt_in_chunks_is_measured_from_the_workers_own_steps(
     assert [point["tokens"] for point in points] == [1100, 1100]
     assert all(point["compute_s"] > 0 and point["after_s"] > 0 for point in points)
     assert all(point["share"] == point["after_s"] / point["compute_s"] for point in points)
-    assert "of the time it took to compute the prompt" in out.getvalue()
+    assert "the share means little here" in out.getvalue()
+    assert "take a larger --model or more --tokens" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("compute_s", "is_told"), [(0.049, False), (0.05, True), (1.0, True)])
+def test_a_share_is_told_only_of_a_time_worth_comparing_with(
+    compute_s: float, is_told: bool
+) -> None:
+    out, found = io.StringIO(), [Prompt(8, compute_s, 0.003)] * 3
+    show(Console(file=out, width=100), found)
+    assert ("of the time it took to compute the prompt" in out.getvalue()) is is_told
+    assert (not too_short(found)) is is_told
 
 
 @pytest.mark.e2e
