@@ -143,6 +143,16 @@ class TransferSection(Section):
     faults: FaultSection | None = None
 
     @model_validator(mode="after")
+    def _nic_has_an_effect(self) -> Self:
+        wanted = self.network if self.transport == "auto" else (self.transport,)
+        if self.nic and not {"nixl", "mooncake"} & set(wanted):
+            raise ValueError(
+                f"nic = {self.nic!r} has no effect on {', '.join(wanted)}: only nixl and mooncake"
+                " choose devices; leave it empty"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _names_each_network_once(self) -> Self:
         if len(set(self.network)) < len(self.network):
             raise ValueError(f"network: a transport stands twice in {', '.join(self.network)}")
@@ -236,7 +246,7 @@ class Target(Section):
 class PolicySection(Section):
     prefill: PolicyName = "least_loaded"
     decode: PolicyName = "least_loaded"
-    canary: bool = True  # ready only when a pair has really served
+    canary: bool = True  # ready only when a pair has really served; false: not pdrt, no token
     max_in_flight: Positive = 4096  # beyond: 429
 
 

@@ -475,3 +475,24 @@ def test_ipv6_addresses_are_bracketed_in_urls() -> None:
 def test_check_names_where_the_tables_came_from() -> None:
     with pytest.raises(ConfigError, match=r"^the command line: \[model\] x"):
         check(NodeConfig, {"model": {"x": 1}}, "the command line")
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('nic = "mlx5_0"', False),
+        ('nic = "mlx5_0"\ntransport = "tcp"', False),
+        ('nic = "mlx5_0"\ntransport = "nixl"', True),
+        ('nic = "mlx5_0"\nnetwork = ["mooncake", "tcp"]', True),
+    ],
+)
+def test_a_nic_that_no_transport_would_use_is_refused(
+    text: str, fits: bool, tmp_path: Path
+) -> None:
+    """CASES 105: what is set and has no effect would be found out by slow transfers."""
+    path = write(tmp_path, f"[transfer]\n{text}\n")
+    if fits:
+        assert node(path).transfer.nic == "mlx5_0"
+    else:
+        with pytest.raises(ConfigError, match=r"nic = 'mlx5_0' has no effect on tcp"):
+            node(path)
