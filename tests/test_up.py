@@ -287,7 +287,7 @@ class Rig:
         self.parts = lay_out(self.wanted, FREE, self.folder / "key", machine(), free_port)
         key = new_key(self.folder / "key")
         with Screen(self.console) as screen:
-            cluster = Cluster(self.parts, self.folder, key, screen, {}, self.program, self.tell_s)
+            cluster = Cluster(self.parts, self.folder, key, screen, {}, self.program)
             try:
                 return await cluster.serve(Patience(startup_s, drain_s, self.tell_s), meanwhile)
             finally:
