@@ -318,8 +318,11 @@ def _transport(
     try:
         alone = config.model_copy(update={"transport": name, "faults": None})
         speed = host.trial(alone, address)
+    except TimeoutError as error:  # proves nothing: starting a process may take as long
+        return note(f"{says}: {error}", "is the machine busy? run again")
     except PdrtError as error:
-        return bad(f"{says}: {error}", needs.install or CURES[name])
+        cures = (CURES[name], needs.system)  # the package itself is here
+        return bad(f"{says}: {error}", "; ".join(filter(None, cures)))
     moved = f"64 MiB from and to host memory at {speed:.2f} GB/s, all bytes compared"
     return fine(f"{says}: {'; '.join([moved, *about])}")
 

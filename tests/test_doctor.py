@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from pdrt.config import TransferSection
+from pdrt.data import trial as module
 from pdrt.data.installed import NEEDS, ORDER
 from pdrt.data.trial import try_out
 from pdrt.doctor import (
@@ -281,6 +282,25 @@ def test_a_transport_that_is_not_installed_is_named_with_its_cure(
     assert line.advice.startswith("pip install nixl-cu12==")
 
 
+def test_a_trial_that_was_too_slow_here_and_now_is_nothing_wrong(tmp_path: Path) -> None:
+    def trial(_config: TransferSection, _host: str) -> float:
+        raise TimeoutError("not finished within 8 s")
+
+    for line in of(look(tmp_path, "", replace(HOST, trial=trial)), "transport")[:4]:
+        assert (line.verdict, line.advice) == (Verdict.NOTE, "is the machine busy? run again")
+        assert "not finished within 8 s" in line.what
+
+
+def test_a_package_that_is_installed_is_not_advised_to_be(tmp_path: Path) -> None:
+    def trial(_config: TransferSection, _host: str) -> float:
+        raise TransferFailed("no such device")
+
+    lines = of(look(tmp_path, "", replace(HOST, trial=trial)), "transport")
+    assert not [line for line in lines if "pip install" in line.advice]
+    (mooncake,) = (line for line in lines if "mooncake" in line.what)
+    assert "apt-get install libibverbs1" in mooncake.advice
+
+
 def test_packages_and_devices_are_named(tmp_path: Path) -> None:
     there = replace(HOST, package=lambda name: f"{name}-x 1.0", devices=lambda _name: ["mlx5_0"])
     (line,) = (each for each in look(tmp_path, "", there) if "nixl" in each.what)
@@ -317,6 +337,12 @@ def test_an_address_of_another_host_is_not_what_is_tried(tmp_path: Path) -> None
 
 def test_a_trial_moves_real_bytes_in_a_process_of_its_own() -> None:
     assert try_out(TransferSection(transport="shm"), "127.0.0.1") > 0.05
+
+
+def test_a_trial_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LIMIT_S", 0.01)
+    with pytest.raises(TimeoutError, match=r"not finished within 0\.01 s"):
+        try_out(TransferSection(transport="shm"), "127.0.0.1")
 
 
 def test_a_trial_that_cannot_begin_says_why() -> None:

@@ -84,12 +84,12 @@ async def _well_ended(ends: AsyncIterator[Ended], number: int) -> None:
 
 
 def try_out(config: TransferSection, local_ip: str) -> float:
-    """`trial` in a new process. Raises TransferFailed, after LIMIT_S at the latest."""
+    """`trial` in a new process. Raises TransferFailed, or TimeoutError after LIMIT_S."""
     command = [sys.executable, "-m", "pdrt.data.trial", config.model_dump_json(), local_ip]
     try:
         done = subprocess.run(command, capture_output=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise TransferFailed(f"64 MiB did not go through within {LIMIT_S:g} s") from None
+        raise TimeoutError(f"not finished within {LIMIT_S:g} s") from None
     for line in done.stdout.decode(errors="replace").splitlines():
         if line.startswith(_MARK):
             told = json.loads(line.removeprefix(_MARK))
