@@ -295,10 +295,11 @@ class Place(Section):
         per_instance = parallel.nodes_per_instance
         leader = node_index // per_instance * per_instance
         own = parallel.ips[node_index] if parallel.ips else parallel.local_ip
-        if is_loopback(parallel.local_ip) and not is_loopback(own):
+        here = parallel.local_ip  # of a host with several addresses it may be another one
+        if here != own and (is_loopback(here) or here in parallel.ips):
             raise ConfigError(
-                f"[parallel] local_ip = {parallel.local_ip!r}: peers on other hosts cannot reach"
-                f" it; node {node_index} is {own} in ips: set PDRT_PARALLEL_LOCAL_IP={own}"
+                f"[parallel] local_ip = {here!r}: peers would not find node {node_index} there,"
+                f" which is {own} in ips: set PDRT_PARALLEL_LOCAL_IP={own}, or another --node-index"
             )
         return Place(
             node_index=node_index,

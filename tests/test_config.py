@@ -421,7 +421,15 @@ def test_loopback_in_a_topology_of_several_hosts_is_refused_with_what_to_set() -
     parallel = ParallelSection(ips=("10.0.0.1", "10.0.0.2"))
     with pytest.raises(ConfigError, match=r"PDRT_PARALLEL_LOCAL_IP=10\.0\.0\.2"):
         Place.of(parallel, 1)
-    assert Place.of(ParallelSection(ips=("127.0.0.2", "127.0.0.3")), 1).is_leader
+
+
+@pytest.mark.parametrize("local_ip", ["127.0.0.1", "127.0.0.2"])
+def test_an_address_that_is_another_nodes_or_none_of_loopback_ips_is_refused(local_ip: str) -> None:
+    """What `pdrt doctor` calls wrong does not start."""
+    ips = ("127.0.0.2", "127.0.0.3")
+    with pytest.raises(ConfigError, match=r"PDRT_PARALLEL_LOCAL_IP=127\.0\.0\.3"):
+        Place.of(ParallelSection(ips=ips, local_ip=local_ip), 1)
+    assert Place.of(ParallelSection(ips=ips, local_ip="127.0.0.3"), 1).is_leader
 
 
 @pytest.mark.parametrize(
