@@ -72,7 +72,10 @@ class Fleet:
 
     def renewed(self, instance: Instance) -> None:
         for pair in self._pairs_of(instance):
-            pair.reason = f"{instance.name} was lost or restarted"
+            if instance.is_known:
+                pair.reason = f"{instance.name} was lost or restarted"
+            else:
+                pair.reason = f"{instance.name} had not been reached yet"
             feed(pair, Renewed())
         self.changed()
 

@@ -98,6 +98,7 @@ class Instance:
         self.health = Health.UNKNOWN
         self.status: Status | None = None
         self.reason = "not heard of yet"
+        self.is_known = False  # it has answered once
         self.load = Load()
         self.nudged = asyncio.Event()  # look again now
         self.signs = 0  # of life: rises with every piece of an answer
@@ -152,7 +153,7 @@ class Instance:
 
     def heard(self, status: Status) -> None:
         """It answered. A new epoch is a new peer: what the old one carried is lost."""
-        before, self.status = self.status, status
+        before, self.status, self.is_known = self.status, status, True
         if before is not None and before.instance_epoch != status.instance_epoch:
             self._lose(f"{self.name} was restarted")
         elif before is not None and before.last_fault_at != status.last_fault_at:

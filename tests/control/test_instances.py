@@ -309,6 +309,16 @@ async def test_pairs_that_never_passed_are_not_used() -> None:
     assert not found.is_ready
 
 
+async def test_an_instance_that_never_answered_is_not_said_to_be_lost() -> None:
+    new = Fleet.of(RouterConfig(hybrid=(Target(http="h:1"),)))
+    (one,), (pair,) = new.hybrid, new.pairs
+    one.died("refused")
+    assert pair.reason == "hybrid h:1 had not been reached yet"
+    one.heard(ready())
+    one.died("refused")
+    assert pair.reason == "hybrid h:1 was lost or restarted"
+
+
 async def test_without_canaries_the_living_are_used() -> None:
     found = fleet(1, 1, canary=False)
     found.renewed(found.decode[0])
