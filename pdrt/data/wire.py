@@ -48,6 +48,7 @@ class Wire:
         self._zap = self._context.socket(zmq.REP)
         self._pull = self._context.socket(zmq.PULL)
         self._push: dict[str, zmq.Socket[bytes]] = {}
+        self._watched: dict[str, str] = {}
         self._is_silent = False
         self.endpoint = ""
 
@@ -86,6 +87,21 @@ class Wire:
         """Let the connection go when what waits for it is out, or soon."""
         if socket := self._push.pop(endpoint, None):
             socket.close(linger=_LAST_WORD_MS)
+
+    def watched(self, endpoint: str = "") -> zmq.Socket[bytes]:
+        """libzmq's events of what listens, or of what will dial this address; to be closed first.
+
+        To be called before anything is sent there.
+        """
+        address = f"inproc://watched-{endpoint}"
+        if endpoint:
+            context, self._watched[endpoint] = self._dialing, address
+        else:
+            context = zmq.Context.shadow(self._context.underlying)
+            self._pull.monitor(address, zmq.EVENT_ALL)
+        events = context.socket(zmq.PAIR)
+        events.connect(address)
+        return events
 
     async def receive(self) -> bytes:
         """The next frame. Raises PeerLost when the socket is gone."""
@@ -135,6 +151,8 @@ class Wire:
                 self._secure(socket)
                 socket.curve_serverkey = self._public
                 socket.sndhwm = _DEPTH
+                if endpoint in self._watched:
+                    socket.monitor(self._watched[endpoint], zmq.EVENT_ALL)
                 socket.connect(_checked(endpoint))
             except zmq.ZMQError:
                 socket.close(linger=0)
