@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Final, TypeVar
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from typing import Final, TypeAlias, TypeVar
 
+from pdrt.bench.handshakes import WHY, Attempts, Standing
 from pdrt.bench.words import ANSWER, QUESTION, Answer, Bye, Question, Sorry
 from pdrt.config import bracketed
 from pdrt.data.wire import Wire
@@ -16,7 +18,14 @@ from pdrt.keys import ClusterKey
 from pdrt.messages import decode, encode
 
 _ANSWER_S: Final = 60.0
+_LOOK_S: Final = 0.1
+_TELL_S: Final = 5.0
 A = TypeVar("A")
+Told: TypeAlias = Callable[[str], None]  # a line for a person who waits
+
+
+def to_nobody(_line: str) -> None:
+    pass
 
 
 def split_address(text: str, option: str) -> tuple[str, int]:
@@ -47,8 +56,11 @@ def own_address(towards: str) -> str:
 class ControlLine:
     """The writer's end. Only `asking` makes one."""
 
-    def __init__(self, wire: Wire, target: str, patience_s: float) -> None:
+    def __init__(
+        self, wire: Wire, target: str, patience_s: float, attempts: Attempts, told: Told
+    ) -> None:
         self._wire, self._target, self._patience_s = wire, target, patience_s
+        self._attempts, self._told = attempts, told
         self._number = 0
 
     @property
@@ -62,20 +74,50 @@ class ControlLine:
     async def ask(self, question: Question, kind: type[A]) -> A:
         """The answer of this kind. Raises Unavailable when there is none in time."""
         self._wire.send(self._target, encode(QUESTION, question))
+        telling = asyncio.create_task(self._tell())
         try:
             async with asyncio.timeout(self._patience_s):
                 answer = await self._answer_to(question.number)
         except TimeoutError:
             raise Unavailable(
-                f"{self._target} does not answer within {self._patience_s:g} s: does `pdrt bench"
-                " transfer --listen` run there, with the same cluster key, and does a firewall let"
-                f" it reach {self.endpoint}?"
+                f"{self._target} does not answer within {self._patience_s:g} s:"
+                f" {self._why(self._attempts.look())}"
             ) from None
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+        self._told = to_nobody  # from now on a person sees the progress
         if isinstance(answer, Sorry):
             raise Unavailable(f"{self._target}: {answer.reason}")
         if not isinstance(answer, kind):
             raise Unavailable(f"{self._target} answers with {type(answer).__name__}")
         return answer
+
+    async def _tell(self) -> None:
+        """What is found out at once, and that we still wait every few seconds."""
+        began, told_at, said = time.monotonic(), 0.0, None
+        while self._told is not to_nobody:
+            await asyncio.sleep(_LOOK_S)
+            standing, waited = self._attempts.look(), time.monotonic() - began
+            if standing in ("refused", "stranger") and standing != said:
+                said, line = standing, "trying on"
+            elif waited - told_at >= _TELL_S:
+                line = "still waiting"
+            else:
+                continue
+            told_at = waited
+            self._told(
+                f"{self._target}: {self._why(standing)}"
+                f" ({line}, {waited:.0f} of {self._patience_s:g} s)"
+            )
+
+    def _why(self, standing: Standing) -> str:
+        if standing == "known":
+            return (
+                f"{WHY[standing]}: does a firewall let it reach {self.endpoint}, and is it `pdrt"
+                " bench transfer --listen`?"
+            )
+        return WHY[standing]
 
     async def _answer_to(self, number: int) -> Answer:
         while True:
@@ -108,10 +150,16 @@ async def guarded_wire(key: ClusterKey, host: str, port: int = 0) -> AsyncIterat
 
 @asynccontextmanager
 async def asking(
-    key: ClusterKey, host: str, port: int, patience_s: float = _ANSWER_S
+    key: ClusterKey,
+    host: str,
+    port: int,
+    patience_s: float = _ANSWER_S,
+    told: Told = to_nobody,
 ) -> AsyncIterator[ControlLine]:
     """A line to the target at host and port, from whichever address of ours leads there."""
+    target = f"tcp://{bracketed(host)}:{port}"
     async with guarded_wire(key, own_address(host)) as wire:
-        line = ControlLine(wire, f"tcp://{bracketed(host)}:{port}", patience_s)
-        yield line
-        line.leave()
+        with closing(Attempts(wire.watched(target))) as attempts:
+            line = ControlLine(wire, target, patience_s, attempts, told)
+            yield line
+            line.leave()

@@ -17,12 +17,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pdrt import telemetry
 from pdrt.bench.cases import Case, Wanted, check_files
-from pdrt.bench.control_line import split_address
+from pdrt.bench.control_line import Told, split_address, to_nobody
 from pdrt.bench.plot import check_matplotlib, draw
 from pdrt.bench.results import Results, points
 from pdrt.bench.table import show
 from pdrt.bench.target import serve
 from pdrt.bench.transfer import Place, Step, local_target, measure
+from pdrt.config import bracketed
 from pdrt.errors import PdrtError, first_of
 from pdrt.keys import ClusterKey
 
@@ -48,8 +49,12 @@ class Report:
 def transfer(wanted: Wanted, report: Report, console: Console, remote: Place | None = None) -> int:
     """Measure, here or towards a remote target, and report; the exit status. Raises PdrtError."""
     report.check()
-    with progress(report.is_quiet, wanted) as step:
-        results = run(_measured(wanted, remote, step))
+    err = Console(stderr=True, highlight=False)
+    told = to_nobody if report.is_quiet else _teller(err)
+    if remote is not None:
+        told(f"connecting to {bracketed(remote.host)}:{remote.port}")
+    with progress(report.is_quiet, wanted, err) as step:
+        results = run(_measured(wanted, remote, step, told))
     if not report.is_quiet:
         show(console, results)
     if report.json_file:
@@ -59,9 +64,19 @@ def transfer(wanted: Wanted, report: Report, console: Console, remote: Place | N
     return 0
 
 
-async def _measured(wanted: Wanted, remote: Place | None, step: Step) -> Results:
+def _teller(err: Console) -> Told:
+    """Lines for a person, above the progress; at once, in a pipe too."""
+
+    def told(line: str) -> None:
+        err.print(line, soft_wrap=True, markup=False)
+        err.file.flush()
+
+    return told
+
+
+async def _measured(wanted: Wanted, remote: Place | None, step: Step, told: Told) -> Results:
     if remote is not None:
-        return await measure(wanted, remote, step)
+        return await measure(wanted, remote, step, told)
     async with local_target() as place:
         return await measure(wanted, place, step)
 
@@ -74,8 +89,10 @@ def listen(address: str, key: ClusterKey, wait_s: float, console: Console) -> in
         where = endpoint.removeprefix("tcp://")
         console.print("waiting for a writer; on the other host, with the same cluster key, run:")
         console.print(f"  pdrt bench transfer --connect {where}", soft_wrap=True)
+        console.file.flush()  # in a pipe too
 
-    run(serve(key, host, port, wait_s, listening))
+    err = Console(stderr=True, highlight=False)
+    run(serve(key, host, port, wait_s, listening, _teller(err)))
     console.print("the writer is done")
     return 0
 
@@ -107,10 +124,10 @@ def leave(status: int) -> NoReturn:
 
 
 @contextmanager
-def progress(is_quiet: bool, wanted: Wanted) -> Iterator[Step]:
+def progress(is_quiet: bool, wanted: Wanted, err: Console) -> Iterator[Step]:
     """Drawn between rounds only: a thread that draws would be measured too."""
     cases = list(wanted.cases())
-    bar = Progress(*_COLUMNS, console=Console(stderr=True), auto_refresh=False, disable=is_quiet)
+    bar = Progress(*_COLUMNS, console=err, auto_refresh=False, disable=is_quiet)
     with bar:
         task = bar.add_task("opening the transports", total=len(cases) * wanted.rounds)
 

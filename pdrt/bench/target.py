@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Final, NoReturn, cast, get_args
@@ -20,7 +20,8 @@ import uvloop
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pdrt import telemetry
-from pdrt.bench.control_line import guarded_wire
+from pdrt.bench.control_line import Told, guarded_wire, to_nobody
+from pdrt.bench.handshakes import Strangers
 from pdrt.bench.pairing import Pairing, Stretch, checksum
 from pdrt.bench.plain import PlainReceiver
 from pdrt.bench.ways import KEY, open_named, pool_memory
@@ -50,6 +51,8 @@ from pdrt.messages import decode, encode
 
 _SILENCE_S: Final = 600.0  # a writer that asks nothing for so long is gone
 _MOST_OF_MEMORY: Final = 0.8
+_LOOK_S: Final = 0.2
+_TELL_S: Final = 5.0
 
 
 class Orders(BaseModel):
@@ -62,21 +65,53 @@ class Orders(BaseModel):
 
 
 async def serve(
-    key: ClusterKey, host: str, port: int, wait_s: float, listening: Callable[[str], None]
+    key: ClusterKey,
+    host: str,
+    port: int,
+    wait_s: float,
+    listening: Callable[[str], None],
+    told: Told = to_nobody,
 ) -> None:
     """Serve one writer to its end. Raises ConfigError, or Unavailable when nobody comes."""
     async with guarded_wire(key, host, port) as wire, Target(key, host) as target:
-        listening(wire.endpoint)
-        await _answer_all(wire, target, wait_s)
+        with closing(Strangers(wire.watched())) as strangers:
+            listening(wire.endpoint)
+            telling = asyncio.create_task(_tell(strangers, told))
+            try:
+                await _answer_all(wire, target, wait_s, strangers)
+            finally:
+                telling.cancel()
+                await asyncio.gather(telling, return_exceptions=True)
 
 
-async def _answer_all(wire: Wire, target: Target, wait_s: float) -> None:
+async def _tell(strangers: Strangers, told: Told) -> None:
+    """Of the first stranger at once, and then of how many there were by now."""
+    known = 0
+    while told is not to_nobody:
+        if (count := strangers.look()) != known:
+            known = count
+            told(_refusals(count))
+            await asyncio.sleep(_TELL_S)
+        await asyncio.sleep(_LOOK_S)
+
+
+def _refusals(count: int) -> str:
+    times = "once" if count == 1 else f"{count} times"
+    return (
+        f"a stranger was refused {times}: it has another cluster key (PDRT_SECURITY_KEY_FILE,"
+        " PDRT_SECURITY_KEY), or is no pdrt"
+    )
+
+
+async def _answer_all(wire: Wire, target: Target, wait_s: float, strangers: Strangers) -> None:
     while True:
         try:
             async with asyncio.timeout(wait_s):
                 frame = await wire.receive()
         except TimeoutError:
-            raise Unavailable(f"no writer has asked for anything in {wait_s:g} s") from None
+            count = strangers.look()
+            but = f"; {_refusals(count)}" if count else ""
+            raise Unavailable(f"no writer has asked for anything in {wait_s:g} s{but}") from None
         try:
             question = decode(QUESTION, frame)
         except BadMessage:

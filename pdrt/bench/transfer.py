@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdrt.bench.cases import Case, Wanted
-from pdrt.bench.control_line import ControlLine, asking, own_address
+from pdrt.bench.control_line import ControlLine, Told, asking, own_address, to_nobody
 from pdrt.bench.facts import machine_facts
 from pdrt.bench.pairing import Pairing, Stretch, checksum, fill
 from pdrt.bench.plain import STYLES, PlainSender
@@ -72,8 +72,11 @@ async def local_target(host: str = TARGET_HOST) -> AsyncIterator[Place]:
         await process.wait()
 
 
-async def measure(wanted: Wanted, place: Place, step: Step) -> Results:
-    """All ways in all cases, against the target at this place. Raises PdrtError."""
+async def measure(wanted: Wanted, place: Place, step: Step, told: Told = to_nobody) -> Results:
+    """All ways in all cases, against the target at this place. Raises PdrtError.
+
+    `told`: what keeps the target from answering.
+    """
     if 2 * wanted.pool_bytes > _MOST_OF_MEMORY * host_bytes():
         raise ConfigError(f"--pool: {wanted.pool_bytes} bytes twice do not fit this host")
     results = Results(machine_facts())
@@ -81,7 +84,7 @@ async def measure(wanted: Wanted, place: Place, step: Step) -> Results:
         memory = pool_memory(wanted.pool_bytes)
         stack.callback(memory.close)
         fill(memory.array[memory.pool_at :])
-        line = await stack.enter_async_context(asking(place.key, place.host, place.port))
+        line = await stack.enter_async_context(asking(place.key, place.host, place.port, told=told))
         hello = Hello(
             number=line.next_number(),
             endpoint=line.endpoint,

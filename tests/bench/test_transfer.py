@@ -9,16 +9,18 @@ import os
 import re
 import socket
 import sys
-from collections.abc import AsyncIterator
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 from rich.console import Console
 
 from pdrt import cli
 from pdrt.bench.cases import Case, Wanted, wanted
-from pdrt.bench.control_line import asking, own_address, split_address
+from pdrt.bench.control_line import asking, guarded_wire, own_address, split_address
+from pdrt.bench.handshakes import Standing, after
 from pdrt.bench.pairing import Pairing, Stretch, checksum, fill
 from pdrt.bench.plain import STYLES, PlainReceiver, PlainSender, Style
 from pdrt.bench.results import Results
@@ -114,15 +116,6 @@ async def listening(key: ClusterKey, host: str) -> tuple[asyncio.Task[None], int
     return task, int((await told).rpartition(":")[2])
 
 
-@pytest.fixture
-async def listener() -> AsyncIterator[Place]:
-    task, port = await listening(KEY, "127.0.0.3")
-    yield Place(KEY, "127.0.0.3", port)
-    if not task.done():
-        task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
 async def test_a_listening_target_serves_one_writer_and_is_done() -> None:
     task, port = await listening(KEY, "127.0.0.3")
     results = await measure(tiny(), Place(KEY, "127.0.0.3", port), nothing)
@@ -137,14 +130,84 @@ async def test_a_listener_that_nobody_comes_to_ends_by_itself() -> None:
         await serve(KEY, "127.0.0.1", 0, 0.01, lambda _endpoint: None)
 
 
-async def test_a_writer_with_another_key_gets_no_answer_and_is_told_what_to_look_at(
-    listener: Place,
-) -> None:
-    stranger = ClusterKey(b"another cluster's key")
-    async with asking(stranger, listener.host, listener.port, 0.2) as line:
+async def asked(key: ClusterKey, host: str, port: int) -> tuple[list[str], str]:
+    """What a writer is told meanwhile, and in the end, when it gets no answer."""
+    told = list[str]()
+    async with asking(key, host, port, 1.0, told.append) as line:
         hello = Hello(number=1, endpoint=line.endpoint, pool_bytes=POOL, transports=("shm",))
-        with pytest.raises(Unavailable, match="same cluster key"):
+        with pytest.raises(Unavailable, match="does not answer within 1 s") as caught:
             await line.ask(hello, Welcome)
+    return told, str(caught.value)
+
+
+async def test_a_writer_with_another_key_is_told_so_at_once_and_the_listener_too() -> None:
+    at, told = asyncio.get_running_loop().create_future(), list[str]()
+    listener = asyncio.create_task(serve(KEY, "127.0.0.3", 0, 2.0, at.set_result, told.append))
+    port = int((await at).rpartition(":")[2])
+    writer_told, end = await asked(ClusterKey(b"another cluster's key"), "127.0.0.3", port)
+    assert "has not the same cluster key" in writer_told[0]
+    assert "has not the same cluster key" in end
+    with pytest.raises(Unavailable, match=r"no writer .* in 2 s; a stranger was refused \d+ times"):
+        await listener
+    assert "a stranger was refused" in told[0]
+    assert len(told) == 1  # and not again for each knock
+
+
+async def test_a_writer_that_finds_nobody_is_told_so_at_once() -> None:
+    with socket.create_server(("127.0.0.3", 0)) as taken:
+        port = taken.getsockname()[1]
+    told, end = await asked(KEY, "127.0.0.3", port)
+    assert "nobody listens there" in told[0]
+    assert len(told) == 1
+    assert "nobody listens there" in end
+
+
+async def test_a_writer_whose_listener_comes_later_is_served() -> None:
+    with socket.create_server(("127.0.0.3", 0)) as taken:
+        port = taken.getsockname()[1]
+    refused = asyncio.Event()
+
+    def told(line: str) -> None:
+        assert "nobody listens there" in line
+        refused.set()
+
+    writer = asyncio.create_task(measure(tiny(), Place(KEY, "127.0.0.3", port), nothing, told))
+    async with asyncio.timeout(PATIENCE_S):
+        await refused.wait()
+        await serve(KEY, "127.0.0.3", port, PATIENCE_S, lambda _endpoint: None)
+        assert (await writer).refused == {}
+
+
+async def test_what_takes_a_connection_and_says_nothing_is_not_called_a_stranger() -> None:
+    with socket.create_server(("127.0.0.3", 0)) as mute:
+        _, end = await asked(KEY, "127.0.0.3", mute.getsockname()[1])
+    assert "shakes no hands" in end
+
+
+async def test_a_member_whose_answer_does_not_come_points_at_the_way_back() -> None:
+    async with guarded_wire(KEY, "127.0.0.3") as wire:  # admits, and never answers
+        _, end = await asked(KEY, "127.0.0.3", int(wire.endpoint.rpartition(":")[2]))
+    assert "has the same cluster key" in end
+    assert "firewall" in end
+
+
+@pytest.mark.parametrize(
+    ("events", "standing"),
+    [
+        ([zmq.EVENT_CONNECT_DELAYED], "silent"),
+        ([zmq.EVENT_CONNECT_DELAYED, zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED], "refused"),
+        ([zmq.EVENT_CLOSED, zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED], "known"),
+        ([zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_DISCONNECTED], "stranger"),
+        ([zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_CONNECTED], "stranger"),
+        ([zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_CLOSED], "refused"),
+        ([zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED], "silent"),
+    ],
+)
+def test_the_last_events_say_how_far_a_connection_has_come(
+    events: list[int], standing: Standing
+) -> None:
+    start: Standing = "silent"
+    assert reduce(after, events, start) == standing
 
 
 async def test_a_taken_port_is_named() -> None:
