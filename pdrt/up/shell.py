@@ -130,7 +130,7 @@ class Cluster:
 
     async def _becomes_ready(self, asked: Asked, patience: Patience) -> bool:
         """False when asked to stop before. Raises PeerLost or Unavailable when it never will."""
-        until, tell_at = time.monotonic() + patience.startup_s, time.monotonic() + patience.tell_s
+        until, tell_at = time.monotonic() + patience.startup_s, 0.0
         async with self._session() as session:
             while time.monotonic() < until:
                 self._hear()
@@ -146,9 +146,11 @@ class Cluster:
                 if are_ready:
                     if await _is_ready(session, self._router.url):
                         return True
-                    if time.monotonic() >= tell_at:
-                        tell_at = time.monotonic() + patience.tell_s
+                    now = time.monotonic()
+                    if tell_at and now >= tell_at:
                         await self._tell_why_not_ready(session)
+                        tell_at = 0.0
+                    tell_at = tell_at or now + patience.tell_s
                 await asked.stop_within(_LOOK_S)
                 if asked.stop.is_set():
                     return False
