@@ -27,7 +27,13 @@ HERE = Path(__file__)  # as if it were the driver
 
 
 def opened(library: StandIn, store: Store, ip: str = LOCAL, nic: str = "") -> EngineTransport:
-    return open_memfabric(TransferSection(nic=nic), PoolMemory(LAYOUT, 2, 1), ip, store, library)
+    return open_memfabric(
+        TransferSection(network=("memfabric", "nixl"), nic=nic),
+        PoolMemory(LAYOUT, 2, 1),
+        ip,
+        store,
+        library,
+    )
 
 
 def store(is_creator: bool = False, driver: Path = HERE, naps: list[float] | None = None) -> Store:

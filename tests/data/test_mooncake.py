@@ -252,9 +252,13 @@ async def test_what_fails_at_the_start_is_a_config_error(call: str, said: str) -
 @pytest.mark.parametrize(
     ("config", "devices", "said"),
     [
-        (TransferSection(nic="eth0"), [], "has no effect"),
+        (TransferSection(transport="mooncake", nic="eth0"), [], "has no effect"),
         (TransferSection(mooncake_protocol="rdma"), [], "this machine has none"),
-        (TransferSection(mooncake_protocol="rdma", nic="mlx5_9"), ["mlx5_0"], "no mlx5_9"),
+        (
+            TransferSection(transport="mooncake", mooncake_protocol="rdma", nic="mlx5_9"),
+            ["mlx5_0"],
+            "no mlx5_9",
+        ),
     ],
 )
 def test_a_device_that_is_not_there_fails_at_the_start(
@@ -266,7 +270,7 @@ def test_a_device_that_is_not_there_fails_at_the_start(
 
 
 def test_a_device_that_is_there_is_taken() -> None:
-    config = TransferSection(mooncake_protocol="rdma", nic="mlx5_0")
+    config = TransferSection(transport="mooncake", mooncake_protocol="rdma", nic="mlx5_0")
     mooncake.check_device(config, ["mlx5_0", "mlx5_1"])
 
 

@@ -256,14 +256,14 @@ async def test_memory_that_cannot_be_registered_is_a_config_error() -> None:
 async def test_a_device_that_is_not_there_fails_at_the_start(nic: str, said: str) -> None:
     """CASES 105: UCX alone would warn of it and hang, or take another."""
     with pytest.raises(ConfigError, match=said) as caught:
-        open_nixl(TransferSection(nic=nic), PoolMemory(LAYOUT, 2, 1), LOCAL)
+        open_nixl(TransferSection(transport="nixl", nic=nic), PoolMemory(LAYOUT, 2, 1), LOCAL)
     assert all(device in str(caught.value) for device in ("[transfer] nic", *devices()))
 
 
 @real
 async def test_a_device_that_ucx_cannot_use_fails_at_the_start() -> None:
     """CASES 105: a name that is not checked by us is refused by UCX."""
-    config = TransferSection(nic="nonesuch?")
+    config = TransferSection(transport="nixl", nic="nonesuch?")
     with pytest.raises(ConfigError, match=r"nic = 'nonesuch\?' cannot be used by nixl"):
         open_nixl(config, PoolMemory(LAYOUT, 2, 1), LOCAL)
 
@@ -271,7 +271,8 @@ async def test_a_device_that_ucx_cannot_use_fails_at_the_start() -> None:
 @real
 async def test_a_device_is_used_for_this_agent_and_no_other_is_changed_by_it() -> None:
     chosen, free = (
-        open_nixl(TransferSection(nic=nic), PoolMemory(LAYOUT, 2, 1), LOCAL) for nic in ("lo", "")
+        open_nixl(TransferSection(transport="nixl", nic=nic), PoolMemory(LAYOUT, 2, 1), LOCAL)
+        for nic in ("lo", "")
     )
     # an agent's description lists its devices
     assert len(chosen.offers["nixl"]) <= len(free.offers["nixl"])
@@ -288,7 +289,7 @@ async def test_a_back_end_that_is_not_there_fails_at_the_start() -> None:
 
 @real
 async def test_a_device_without_effect_is_refused() -> None:
-    config = TransferSection(nixl_backend="LIBFABRIC", nic="lo")
+    config = TransferSection(transport="nixl", nixl_backend="LIBFABRIC", nic="lo")
     with pytest.raises(ConfigError, match="has no effect"):
         open_nixl(config, PoolMemory(LAYOUT, 2, 1), LOCAL)
 
