@@ -3,8 +3,9 @@
     python fake_parts.py BEHAVIOUR HOST PORT
 
 `node` is ready when asked a few times, so that its loading is seen, and ends on SIGTERM;
-`router` is no different; `refusing` is never ready, `deaf` ignores SIGTERM, `broken` says why it cannot start and exits 3,
-and any of them dies on GET /die and changes its mind about being ready on GET /turn.
+`router` is no different; `refusing` is never ready, `deaf` ignores SIGTERM, `broken` says why it
+cannot start and exits 3, and any of them dies on GET /die and changes its mind about being ready
+on GET /turn.
 """
 
 from __future__ import annotations
