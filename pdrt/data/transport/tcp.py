@@ -31,7 +31,7 @@ from typing import Final
 
 from pdrt.config import TransferSection
 from pdrt.data.memory import HostMemory
-from pdrt.data.transport.lane import fits
+from pdrt.data.transport.jobs import fits
 from pdrt.data.transport.promise import Areas, Ended, Key, Peer, Write, offered
 from pdrt.data.transport.tcp_lane import Lane, Patience
 from pdrt.data.transport.tcp_outgoing import Dialer

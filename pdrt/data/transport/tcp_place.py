@@ -18,7 +18,7 @@ from pdrt.data.memory import HostMemory
 from pdrt.data.transport.promise import Areas, SlotWrite
 from pdrt.data.transport.tcp_arrivals import Arrival, Arrivals
 from pdrt.data.transport.tcp_grants import Grants, Permit
-from pdrt.data.transport.tcp_socket import PIECE, Vector
+from pdrt.data.transport.tcp_socket import Vector
 from pdrt.data.transport.tcp_wire import (
     MAX_PAYLOAD,
     MAX_RUNS,
@@ -55,7 +55,6 @@ class Incoming:
         self._base = memory.address
         self._vector = Vector(MAX_RUNS, MAX_PAYLOAD)
         self._scratch = memoryview(bytearray(_SCRATCH))
-        self._wanted = 1
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
 
@@ -91,7 +90,7 @@ class Incoming:
             finally:
                 self._grants.end(permit)
             if not is_more:
-                self._wait(min(self._vector.left, PIECE))
+                self._readable.poll()
         self._drop(self._vector.left)
 
     def _refuse(self, head: Head, arrival: Arrival, error: str) -> None:
@@ -129,18 +128,11 @@ class Incoming:
             try:
                 count = self._sock.recv_into(view)
             except BlockingIOError:
-                self._wait(1)
+                self._readable.poll()
                 continue
             if not count:
                 raise ConnectionResetError("the connection was closed")
             view = view[count:]
-
-    def _wait(self, count: int) -> None:
-        """Until so many bytes are there, or the connection ends."""
-        if count != self._wanted:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
-            self._wanted = count
-        self._readable.poll()
 
     def _drop(self, count: int) -> None:
         while count:
