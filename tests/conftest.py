@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -15,6 +16,24 @@ def _no_settings_from_outside() -> Iterator[None]:
     kept = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("PDRT_")}
     yield
     os.environ.update(kept)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_logger_keeps_its_settings() -> Iterator[None]:
+    """Loggers that were once used would otherwise go on as some earlier test configured them."""
+    configure = structlog.configure
+    structlog.configure = lambda **said: configure(**said | {"cache_logger_on_first_use": False})
+    yield
+    structlog.configure = configure
+
+
+@pytest.fixture(autouse=True)
+def _no_log_settings_left_behind() -> Iterator[None]:
+    """A command that a test runs in this process says how to log, to a stderr that is gone."""
+    yield
+    if structlog.is_configured():
+        structlog.reset_defaults()
+        structlog.contextvars.clear_contextvars()
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,13 @@ CONFIG = check(
     NodeConfig,
     {
         "model": {"path": "null", "max_model_len": 100},
-        "parallel": {"world_size": 2, "dp": 2, "devices_per_node": 2, "ips": ["127.0.0.2"]},
+        "parallel": {
+            "world_size": 2,
+            "dp": 2,
+            "devices_per_node": 2,
+            "ips": ["127.0.0.2"],
+            "local_ip": "127.0.0.2",
+        },
         "transfer": {"faults": {"delay": 0.5, "seed": 3}},
         "security": {"key": "k" * 20, "api_keys": ["a", "b"]},
     },

@@ -45,6 +45,9 @@ class Group:
 
     def close(self) -> None:
         self._threads.shutdown()
+        for runner in self.runners:
+            if sums := runner._group:  # noqa: SLF001 - a worker leaves its group by ending
+                sums.close()
 
 
 @pytest.fixture(params=[1, 2, 8])

@@ -11,7 +11,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -208,7 +210,11 @@ async def test_a_dead_prefill_is_replaced_before_the_first_token(
             assert (await pending).ids == want
             await cluster.until_baseline()
             if what == "worker":
-                await cluster.until(lambda: knows_both(cluster), "the router knows it is back", 8)
+                await cluster.until(partial(lives_again, cluster, name, pid), "it is back", 10)
+                # What the router says may be older than the death: it must stay so for two looks.
+                await cluster.until(
+                    Lasting(partial(knows_both, cluster), 1.2), "both are known", 10
+                )
 
 
 async def busy(cluster: Cluster) -> str:
@@ -220,6 +226,27 @@ async def busy(cluster: Cluster) -> str:
 
 async def is_any(found: Awaitable[str]) -> bool:
     return bool(await found)
+
+
+async def lives_again(cluster: Cluster, name: str, dead: int) -> bool:
+    status = await cluster.status(name)
+    return status["ready_ranks"] == [0] and await cluster.worker_pid(name) != dead
+
+
+@dataclass
+class Lasting:
+    """Whether it has held for so long."""
+
+    holds: Callable[[], Awaitable[bool]]
+    seconds: float
+    since: float | None = None
+
+    async def __call__(self) -> bool:
+        if not await self.holds():
+            self.since = None
+            return False
+        self.since = self.since or time.monotonic()
+        return time.monotonic() - self.since > self.seconds
 
 
 async def knows_both(cluster: Cluster) -> bool:
