@@ -17,7 +17,6 @@ import numpy as np
 from pdrt.data.layout import Runs
 from pdrt.data.process import is_same_host, started_ticks
 from pdrt.data.transport.copying import cut
-from pdrt.data.transport.jobs import fits as fits
 from pdrt.errors import TransferFailed
 from pdrt.messages import Process
 
