@@ -48,6 +48,35 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of the MLP; on `layers` only, the others are dense."""
+
+    count: int
+    per_token: int
+    intermediate: int  # of one expert
+    layers: frozenset[int]
+    shared_intermediate: int = 0  # of the expert that every token uses; 0: there is none
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normed: bool = False  # the chosen experts' weights add up to one
+    scale: float = 1.0  # of the routed part
+    groups: int = 1  # experts are chosen from the best `top_groups` of so many groups
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    has_bias: bool = False  # added to scores for choosing alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (MLA): one compressed key and value for all heads."""
+
+    kv_lora: int  # width of the latent; the cache holds it and the rotated part
+    rope_dim: int  # of each head's query, and of the one key that all heads share
+    nope_dim: int  # of each head's query and key, not rotated
+    v_dim: int
+    q_lora: int = 0  # 0: queries are not compressed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Shapes and limits of a model; `max_model_len` is already limited by the config."""
 
@@ -69,6 +98,9 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     rope: Rope = Rope()
+    experts: Experts | None = None
+    latent: Latent | None = None
+    backend: Literal["native", "transformers"] = "native"
 
     @staticmethod
     def read(path: str | Path, max_model_len: int = 0) -> ModelSpec:

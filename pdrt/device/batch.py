@@ -36,12 +36,25 @@ ELSEWHERE: Final = Draw(Sampling(), (), 0)
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """Also say how likely prompt tokens were: row i of the step is asked for `targets[i]`.
+
+    The step's last row may have no target; `top` likeliest tokens are told beside each.
+    """
+
+    targets: Sequence[int]
+    top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SeqStep:
     """Compute `tokens` at positions `start`.. of one sequence and write their KV to `blocks`.
 
     `blocks` is the block table from position 0 and covers `start + len(tokens)` tokens;
     positions below `start` hold valid KV. `draw` is None when no token is wanted (a chunk
     that is not the prompt's last). A group's followers get `ELSEWHERE` for any other draw.
+    `further` are more draws from the same row, of a sampling group's other sequences (n > 1).
+    With `copy_from`, the block of position `start` begins as a copy of that block.
     """
 
     key: int
@@ -49,15 +62,34 @@ class SeqStep:
     start: int
     blocks: Sequence[int]
     draw: Draw | None
+    further: tuple[Draw, ...] = ()
+    copy_from: int = -1
+    scoring: Scoring | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Odds:
+    """A token's log-probability, and the likeliest tokens in its place with theirs, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The token drawn for a step, with the log-probability of the unscaled distribution."""
+    """The token drawn for a step, with the log-probability of the unscaled distribution.
+
+    `top` holds as many of the likeliest tokens as its sampling asked for. `further` answers the
+    step's further draws. `scored` answers `Scoring`, one for each target; a step that was only
+    scored has the token -1.
+    """
 
     key: int
     token: int
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    further: tuple["Drawn", ...] = ()
+    scored: tuple[Odds, ...] = ()
 
 
 class Runner(Protocol):
@@ -83,7 +115,7 @@ class Runner(Protocol):
         ...
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
-        """Run one step; one `Drawn` for each entry with a `draw`, in order.
+        """Run one step; one `Drawn` for each entry with a `draw` or a `scoring`, in order.
 
         All ranks of a tensor-parallel group execute the same steps in the same order; followers
         (ranks above 0) draw nothing. Raises PeerLost when the group has lost a rank.
