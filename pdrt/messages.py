@@ -8,6 +8,7 @@ of tokens and blocks travel as little-endian int32 `bytes`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Final, Literal, TypeAlias, TypeVar, cast, dataclass_transform
 
@@ -19,8 +20,9 @@ from pydantic.dataclasses import dataclass
 from pdrt.errors import BadMessage, PdrtError, tree
 
 T = TypeVar("T")
+Top: TypeAlias = tuple[tuple[int, float], ...]  # token and log-probability, the likeliest first
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 MAX_MESSAGE_BYTES: Final = 1 << 24
 # Between ranks: no arrays, small maps, and bulk in one bin only, for an empty list is one byte
 # on the wire and 64 in memory.
@@ -73,6 +75,37 @@ def unpack_ids(data: bytes) -> list[int]:
         raise BadMessage(f"{len(data)} bytes are no list of int32")
     ids: list[int] = np.frombuffer(data, dtype="<i4").tolist()
     return ids
+
+
+_ODD: Final = np.dtype([("token", "<i4"), ("logprob", "<f4")])
+
+
+def pack_tops(tops: Sequence[Top]) -> bytes:
+    """For each token the likeliest ones in its place: rows of the same number of pairs."""
+    return np.array([pair for top in tops for pair in top], dtype=_ODD).tobytes()
+
+
+def unpack_tops(data: bytes, rows: int) -> list[Top]:
+    """Inverse of `pack_tops` for so many tokens. Raises BadMessage when they do not come out."""
+    if rows < 1 or len(data) % (rows * _ODD.itemsize):
+        raise BadMessage(f"{len(data)} bytes are no pairs of {rows} tokens")
+    pairs = np.frombuffer(data, dtype=_ODD).tolist()
+    width = len(pairs) // rows
+    return [tuple(pairs[row * width : (row + 1) * width]) for row in range(rows)]
+
+
+def pack_odds(logprobs: Sequence[float], tops: Sequence[Top]) -> bytes:
+    """Log-probabilities of tokens, and beside each the likeliest ones in its place."""
+    rows = [((-1, own), *top) for own, top in zip(logprobs, tops, strict=True)]
+    return pack_tops(rows)
+
+
+def unpack_odds(data: bytes, rows: int) -> list[tuple[float, Top]]:
+    """Inverse of `pack_odds`. Raises BadMessage."""
+    found = unpack_tops(data, rows)
+    if not all(found):
+        raise BadMessage(f"{len(data)} bytes are no odds of {rows} tokens")
+    return [(row[0][1], row[1:]) for row in found]
 
 
 # What several messages are made of.
@@ -137,6 +170,8 @@ class Sampling:
     stop_token_ids: Annotated[tuple[U31, ...], Field(max_length=1024)] = ()
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    n: Annotated[int, Field(ge=1, le=128)] = 1  # sequences after one prompt, each with an end
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0  # likeliest tokens told beside each
 
 
 @_wire
@@ -324,6 +359,21 @@ class Started:
 
 
 @_wire
+class Firsts:
+    """The first token of each of the n sequences, as soon as it is drawn; their KV comes later."""
+
+    op: Literal["firsts"] = "firsts"
+    session: Short
+    room: Room
+    attempt: U32
+    rank: Rank
+    tokens: Annotated[bytes, Field(max_length=1 << 12)]  # int32
+    logprobs: Annotated[bytes, Field(max_length=1 << 12)]  # float32
+    tops: Annotated[bytes, Field(max_length=1 << 16)] = b""  # `pack_tops` of `tokens`
+    cached_tokens: U31 = 0
+
+
+@_wire
 class Progress:
     """A doorbell: blocks have been written; when `complete`, the slot too: look at it."""
 
@@ -375,7 +425,7 @@ class Left:
 
 
 FromPrefill: TypeAlias = Annotated[
-    Attached | Refused | Accepted | Started | Progress | Failed | Quiesced | Pong | Left,
+    Attached | Refused | Accepted | Started | Firsts | Progress | Failed | Quiesced | Pong | Left,
     Field(discriminator="op"),
 ]
 
@@ -396,6 +446,9 @@ class Submit:
     sampling: Sampling
     time_left: Seconds
     source: Source | None = None  # decode only
+    scoring: Annotated[int, Field(ge=-1, le=20)] = -1  # top of each prompt token's odds; -1: none
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0  # higher first
+    salt: Short = ""  # whose cached prefixes may be used: those with the same
 
 
 @_wire
@@ -475,6 +528,9 @@ class Output:
     problem: Problem | None = None
     cached_tokens: Number = 0
     attempt: Annotated[int, Field(ge=-1, lt=1 << 32)] = -1  # else an older try's echo is dropped
+    index: U31 = 0  # which of the n sequences; `finish` ends it, the last one's ends the room
+    tops: Annotated[bytes, Field(max_length=1 << 23)] = b""  # `pack_tops` of `tokens`
+    scored: Annotated[bytes, Field(max_length=1 << 23)] = b""  # `pack_odds` of the prompt
 
 
 @_wire

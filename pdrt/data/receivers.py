@@ -56,6 +56,7 @@ from pdrt.messages import (
     Accepted,
     Attached,
     Failed,
+    Firsts,
     FromPrefill,
     Left,
     Pong,
@@ -182,7 +183,7 @@ class Receivers:
                 self._about_attempt(message, now)
 
     def _about_attempt(
-        self, message: Accepted | Started | Progress | Failed | Quiesced, now: float
+        self, message: Accepted | Started | Firsts | Progress | Failed | Quiesced, now: float
     ) -> None:
         receiver = self.rooms.get((message.room, message.attempt))
         leg = receiver.legs.get(str(message.rank)) if receiver else None
@@ -194,7 +195,7 @@ class Receivers:
         if is_accepting and receiver.state is State.TRANSFERRING:
             self._asking.accepted(receiver, leg, now)
         match message:
-            case Accepted():
+            case Accepted() | Firsts():
                 pass
             case Started():
                 self._feed(receiver, PromptBegan(), now)
