@@ -1,13 +1,15 @@
 """Numbered places (KV blocks, metadata slots) and who may use them again when.
 
-The promise: a place has one owner. It is free, or taken by one request, or held for an attempt
-that is over but whose writer or reader may still touch it; only the proof that this has ended
-makes it free, never the time that passed.
+The promise: a place is free, or it has owners and is counted once for each of them: a request
+that computes or reads it, or an attempt that is over but whose writer or reader may still touch
+it. The last owner's giving back makes it free, never the time that passed. Places that have more
+than one owner are read only; who wants to write one takes another and copies it on the device
+(`SeqStep.copy_from`), the pool only counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,12 +17,12 @@ Attempt: TypeAlias = tuple[int, int]  # room, attempt
 
 
 class BlockPool:
-    """Counts places 0..total-1 out and in; the last one given is the first one taken."""
+    """Counts the owners of places 0..total-1; the last one given is the first one taken."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self._free = list(range(total - 1, -1, -1))
-        self._taken = bytearray(total)
+        self._owners = [0] * total
 
     @property
     def free(self) -> int:
@@ -28,25 +30,35 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        return self.total - len(self._free)
+        return self.total - self.free
+
+    def owners(self, place: int) -> int:
+        return self._owners[place]
 
     def take(self, count: int) -> tuple[int, ...] | None:
-        """`count` places, or None when there are not so many."""
-        if count > len(self._free):
+        """`count` places with one owner each, in order; None when there are not so many."""
+        if count > self.free:
             return None
         cut = len(self._free) - count
-        places = tuple(reversed(self._free[cut:]))
+        places = tuple(sorted(self._free[cut:]))  # neighbours are moved as one piece
         del self._free[cut:]
         for place in places:
-            self._taken[place] = 1
+            self._owners[place] = 1
         return places
 
-    def give(self, places: Iterable[int]) -> None:
-        """Back to the pool. A place that is free already is a bug of ours."""
+    def share(self, places: Iterable[int]) -> None:
+        """One more owner each."""
         for place in places:
-            assert self._taken[place], f"place {place} was given back twice"
-            self._taken[place] = 0
-            self._free.append(place)
+            assert self._owners[place], f"place {place} is free, nobody can share it"
+            self._owners[place] += 1
+
+    def give(self, places: Sequence[int]) -> None:
+        """One owner less each. A place that has none is a bug of ours."""
+        for place in reversed(places):
+            assert self._owners[place], f"place {place} was given back twice"
+            self._owners[place] -= 1
+            if not self._owners[place]:
+                self._free.append(place)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ so that a block with two owners, a wrong table or a lost chunk changes an answer
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -178,13 +179,18 @@ def received(room: int, attempt: int, tokens: Sequence[int], token: int | None =
 
 
 def check_books(book: Book) -> None:
-    """Every block and slot has one owner, and only those who may hold something do."""
+    """Owners are counted right, a slot has one, and only those who may hold something do."""
     blocks = [b for r in book.requests.values() for b in r.blocks]
     slots = [r.slot for r in book.requests.values() if r.slot is not None]
     for _, held in book.quarantine:
         blocks += held.blocks
         slots += [held.slot] if held.slot is not None else []
-    assert len(blocks) == len(set(blocks)) == book.blocks.used
+    owners = Counter(blocks)
+    assert [book.blocks.owners(b) for b in range(book.blocks.total)] == [
+        owners[b] for b in range(book.blocks.total)
+    ]
+    assert book.blocks.used == len(owners)
+    assert book.blocks.free + book.blocks.used == book.blocks.total
     assert len(slots) == len(set(slots)) == book.slots.used
     assert book.quarantine.blocks == sum(len(h.blocks) for _, h in book.quarantine)
     holding = {State.TRANSFERRING, State.RUNNING, State.INFLIGHT}

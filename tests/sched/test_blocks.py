@@ -38,6 +38,33 @@ def test_a_place_given_back_twice_is_caught() -> None:
         pool.give(taken)
 
 
+def test_a_place_is_free_when_its_last_owner_gives_it_back() -> None:
+    pool = BlockPool(3)
+    first = pool.take(2)
+    assert first is not None
+    pool.share(first)
+    pool.share(first[:1])
+    assert [pool.owners(place) for place in (0, 1, 2)] == [3, 2, 0]
+    pool.give(first)
+    assert (pool.free, pool.used) == (1, 2)
+    pool.give(first)
+    assert (pool.free, pool.used) == (2, 1)
+    pool.give(first[:1])
+    assert (pool.free, pool.owners(first[0])) == (3, 0)
+
+
+def test_a_free_place_cannot_be_shared() -> None:
+    with pytest.raises(AssertionError, match="free"):
+        BlockPool(1).share([0])
+
+
+def test_what_is_taken_together_is_in_order_so_that_neighbours_move_as_one_piece() -> None:
+    pool = BlockPool(6)
+    pool.take(6)
+    pool.give((4, 1, 2))
+    assert pool.take(3) == (1, 2, 4)
+
+
 def test_a_quarantine_gives_back_each_attempt_once() -> None:
     quarantine = Quarantine()
     quarantine.hold((1, 0), Held((3, 4), 0))
