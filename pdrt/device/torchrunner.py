@@ -16,9 +16,10 @@ from pdrt.device.batch import Drawn, SeqStep
 from pdrt.device.collective import Collective, Solo, join
 from pdrt.device.kv import DTYPES, KvPool
 from pdrt.device.mirror import Mirror
-from pdrt.device.models import llama
+from pdrt.device.models import registry
+from pdrt.device.models.registry import Model
 from pdrt.device.shard import Shard
-from pdrt.device.weights import Checkpoint, Progress
+from pdrt.device.weights import Progress
 from pdrt.errors import ConfigError
 from pdrt.messages import KvLayout
 from pdrt.modelspec import Dtype, ModelSpec
@@ -28,7 +29,7 @@ class TorchRunner:
     """Implements Runner. `mirrored` keeps a pool of its own beside the bound memory."""
 
     def __init__(
-        self, model: llama.Llama, layout: KvLayout, device: str = "cpu", *, mirrored: bool = False
+        self, model: Model, layout: KvLayout, device: str = "cpu", *, mirrored: bool = False
     ) -> None:
         self.layout = layout
         self.eos_token_ids = model.spec.eos_token_ids
@@ -67,10 +68,10 @@ class TorchRunner:
         wave = lay_out(batch, pool, DTYPES[self.layout.dtype])
         hidden = self.model.forward(wave, pool, group)
         wanted = [step for step in batch if step.draw is not None]
-        if not wanted or not self._shard.is_first:
+        logits = self.model.logits(hidden[wave.drawn], group) if wanted else None
+        if logits is None:
             return []
-        logits = self.model.logits(hidden[wave.drawn]).cpu()
-        tokens = sampler.draw(logits, [step.draw for step in wanted if step.draw is not None])
+        tokens = sampler.draw(logits.cpu(), [step.draw for step in wanted if step.draw is not None])
         return [
             Drawn(s.key, token, logprob) for s, (token, logprob) in zip(wanted, tokens, strict=True)
         ]
@@ -96,7 +97,7 @@ def load(
     _check_device(device)
     name = _dtype(shard.spec, dtype)
     with torch.inference_mode():
-        model = llama.load(shard, Checkpoint(Path(path), progress), DTYPES[name], device)
+        model = registry.load(Path(path), shard, DTYPES[name], device, progress)
     layout = shard.layout(block_size, name)
     return TorchRunner(model, layout, device, mirrored=device != "cpu")
 

@@ -20,6 +20,7 @@ from pdrt.device.attention import Wave
 from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
 from pdrt.device.linear import Linear
+from pdrt.device.models.blocks import FeedForward, Reader, mlp, rms_norm
 from pdrt.device.rope import frequencies, rotate_
 from pdrt.device.shard import Run, Shard
 from pdrt.device.weights import Checkpoint
@@ -32,8 +33,7 @@ class Layer:
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]
     out: Linear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: FeedForward
 
 
 class Llama:
@@ -69,13 +69,13 @@ class Llama:
             pool.write(number, wave.cells, kv)
             attended = wave.attend(number, qkv[:, :heads], kv, pool)
             x.add_(group.all_reduce_(layer.out(attended)))
-            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)
-            x.add_(group.all_reduce_(layer.down(F.silu(gate).mul_(up))))
+            x.add_(group.all_reduce_(layer.mlp(self._normed(x, layer.mlp_norm))))
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocab] in float32."""
-        assert self._head is not None, "the first rank draws"
+    def logits(self, hidden: Tensor, group: Collective) -> Tensor | None:
+        """[rows, vocab] in float32, on the first rank."""
+        if self._head is None:
+            return None
         return self._head(self._normed(hidden, self._norm)).float()
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -87,16 +87,9 @@ class Llama:
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In float32 whatever x is, as transformers does; torch's own is slow for many rows."""
-    wide = x.float()
-    scale = (wide * wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * scale).to(x.dtype).mul_(weight)
-
-
 def load(shard: Shard, weights: Checkpoint, dtype: torch.dtype, device: str) -> Llama:
     """Read the shard's weights. Raises ConfigError when they do not fit the spec."""
-    spec, read = shard.spec, _Reader(weights, dtype, device)
+    spec, read = shard.spec, Reader(weights, dtype, device)
     embedding = read.tensor("model.embed_tokens.weight", spec.vocab, spec.hidden)
     layers = [_layer(shard, read, f"model.layers.{i}.") for i in range(spec.layers)]
     norm = read.tensor("model.norm.weight", spec.hidden)
@@ -108,53 +101,24 @@ def load(shard: Shard, weights: Checkpoint, dtype: torch.dtype, device: str) -> 
     return Llama(shard, embedding, layers, norm, None if head is None else Linear(head))
 
 
-def _layer(shard: Shard, read: _Reader, at: str) -> Layer:
+def _layer(shard: Shard, read: Reader, at: str) -> Layer:
     spec, hidden = shard.spec, Run.all_of(shard.spec.hidden)
     q, kv = shard.heads * spec.head_dim, shard.kv_heads * spec.head_dim
-    wide, is_first = shard.intermediate, shard.is_first
-    attention, mlp = at + "self_attn.", at + "mlp."
+    attention = at + "self_attn."
     qkv = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-    gate_up = {"gate_proj": wide, "up_proj": wide}
     return Layer(
         attention_norm=read.tensor(at + "input_layernorm.weight", spec.hidden),
         qkv=read.fused(attention, qkv, hidden, bias=spec.qkv_bias),
         qk_norm=_qk_norm(shard, read, attention) if spec.qk_norm else None,
-        out=read.fused(attention, {"o_proj": hidden}, q, bias=spec.o_bias and is_first),
+        out=read.fused(attention, {"o_proj": hidden}, q, bias=spec.o_bias and shard.is_first),
         mlp_norm=read.tensor(at + "post_attention_layernorm.weight", spec.hidden),
-        gate_up=read.fused(mlp, gate_up, hidden, bias=spec.mlp_bias),
-        down=read.fused(mlp, {"down_proj": hidden}, wide, bias=spec.mlp_bias and is_first),
+        mlp=mlp(shard, read, at + "mlp.", shard.intermediate),
     )
 
 
-def _qk_norm(shard: Shard, read: _Reader, attention: str) -> Tensor:
+def _qk_norm(shard: Shard, read: Reader, attention: str) -> Tensor:
     """One row a head: those of queries, then those of keys."""
     head_dim = shard.spec.head_dim
     q = read.tensor(attention + "q_norm.weight", head_dim).expand(len(shard.heads), -1)
     k = read.tensor(attention + "k_norm.weight", head_dim).expand(len(shard.kv_heads), -1)
     return torch.cat([q, k])
-
-
-class _Reader:
-    """Makes tensors of one dtype on one device out of a checkpoint."""
-
-    def __init__(self, weights: Checkpoint, dtype: torch.dtype, device: str) -> None:
-        self._weights, self._dtype, self._device = weights, dtype, device
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        out = torch.empty(shape, dtype=self._dtype, device=self._device)
-        self._weights.copy(name, out)
-        return out
-
-    def fused(self, at: str, rows: dict[str, Run], columns: Run, *, bias: bool) -> Linear:
-        """The shard's parts of the matrices named in `rows`, one below the other."""
-        total = sum(map(len, rows.values()))
-        weight = torch.empty(total, len(columns), dtype=self._dtype, device=self._device)
-        offsets = torch.empty(total, dtype=self._dtype, device=self._device) if bias else None
-        first = 0
-        for name, run in rows.items():
-            part = slice(first, first + len(run))
-            self._weights.copy(f"{at}{name}.weight", weight[part], (run, columns))
-            if offsets is not None:
-                self._weights.copy(f"{at}{name}.bias", offsets[part], (run,))
-            first += len(run)
-        return Linear(weight, offsets)

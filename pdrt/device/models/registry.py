@@ -1,0 +1,44 @@
+"""What every model family offers to the runner, and which module loads which model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pdrt.device.attention import Wave
+from pdrt.device.collective import Collective
+from pdrt.device.kv import KvPool
+from pdrt.device.shard import Shard
+from pdrt.device.weights import Checkpoint, Progress
+from pdrt.modelspec import ModelSpec
+
+
+class Model(Protocol):
+    """A rank's shard of a model. All ranks of a group make the same calls in the same order."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def shard(self) -> Shard: ...
+
+    def forward(self, wave: Wave, pool: KvPool, group: Collective) -> Tensor:
+        """Write the wave's KV; hidden states [rows, hidden] of its tokens, on every rank."""
+        ...
+
+    def logits(self, hidden: Tensor, group: Collective) -> Tensor | None:
+        """[rows, vocab] in float32 for rows of hidden states, on the first rank alone."""
+        ...
+
+
+def load(path: Path, shard: Shard, dtype: torch.dtype, device: str, progress: Progress) -> Model:
+    """The model in a directory. Raises ConfigError when its weights do not fit its spec.
+
+    A family's module is imported only when it is used.
+    """
+    from pdrt.device.models import llama
+
+    return llama.load(shard, Checkpoint(path, progress), dtype, device)

@@ -1,0 +1,31 @@
+"""Which function reads which architecture's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
+
+from pdrt.families import llama
+from pdrt.families.fields import Fields
+from pdrt.modelspec import ModelSpec
+
+Family: TypeAlias = Callable[[Fields], ModelSpec]  # raises ConfigError
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "LlamaForCausalLM": llama.llama,
+    "MistralForCausalLM": llama.mistral,
+    "Qwen2ForCausalLM": llama.qwen2,
+    "Qwen3ForCausalLM": llama.qwen3,
+}
+
+
+def parse(f: Fields) -> ModelSpec:
+    """By the first architecture it names that is known here; also refuses what none can run."""
+    named = f.raw("architectures")
+    names = [str(name) for name in named] if isinstance(named, list) else []
+    if f.raw("quantization_config") is not None:
+        raise f.refuse("quantization_config", "quantised weights are not supported")
+    for name in names:
+        if family := FAMILIES.get(name):
+            return family(f)
+    raise f.refuse("architectures", f"not supported; supported are {', '.join(FAMILIES)}")
