@@ -8,16 +8,55 @@ as the last one kept are kept too, so that ties do not depend on a sort's mood.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pdrt.device.batch import Draw
+from pdrt.device.batch import Draw, Drawn, SeqStep
 from pdrt.device.chance import uniform
-from pdrt.messages import Sampling
+from pdrt.device.odds import spans, tops
+from pdrt.messages import Sampling, Top
+
+_Told: TypeAlias = tuple[int, float, Top]
 
 FIRST_LOOK = 256  # the likeliest tokens that top_p looks at before it sorts the vocabulary
+
+
+def answer(logits: Tensor, steps: Sequence[SeqStep]) -> list[Drawn]:
+    """What each step draws from its row of logits: its own token, and those of its group."""
+    draws = [[d for d in (step.draw, *step.further) if d is not None] for step in steps]
+    if all(len(own) == 1 for own in draws):
+        told = iter(_told(logits, [own[0] for own in draws]))
+    else:
+        told = iter(_told_apart(logits, draws))
+    return [
+        _drawn(step.key, list(islice(told, len(own))))
+        for step, own in zip(steps, draws, strict=True)
+    ]
+
+
+def _told_apart(logits: Tensor, draws: Sequence[Sequence[Draw]]) -> list[_Told]:
+    """Several draws from a row, each with a copy of it for itself, not too many at once."""
+    rows = [row for row, own in enumerate(draws) for _ in own]
+    flat = [d for own in draws for d in own]
+    found: list[_Told] = []
+    for part in spans(len(rows), logits.shape[1]):
+        found += _told(logits[rows[part]], flat[part])
+    return found
+
+
+def _told(logits: Tensor, draws: Sequence[Draw]) -> list[_Told]:
+    best = tops(logits, [d.sampling.top_logprobs for d in draws])
+    return [(*said, top) for said, top in zip(draw(logits, draws), best, strict=True)]
+
+
+def _drawn(key: int, told: Sequence[_Told]) -> Drawn:
+    first, *others = (Drawn(key, *one) for one in told)
+    return replace(first, further=tuple(others)) if others else first
 
 
 def draw(logits: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
