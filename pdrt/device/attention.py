@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,18 @@ from pdrt.device.batch import SeqStep
 from pdrt.device.kv import Ints, KvPool
 
 SMALL_GROUP = 8  # blocks; padding up to here costs less than a further call
+
+
+class Part(Protocol):
+    """Rows first..end of a wave, which attend in one call a layer."""
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+    def attend(self, layer: int, q: Tensor, kv: Tensor, pool: KvPool) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +85,9 @@ class Wave:
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
     cells: Tensor  # where the rows' KV goes
-    parts: tuple[Singles | Chunk, ...]
+    parts: tuple[Part, ...]
     drawn: Tensor  # rows whose logits are wanted, in the batch's order
+    scored: Tensor  # rows whose targets are scored, in the batch's order
 
     def attend(self, layer: int, q: Tensor, kv: Tensor, pool: KvPool) -> Tensor:
         """[rows, heads * head_dim] for q [rows, heads, head_dim]; the pool holds the KV."""
@@ -81,7 +95,27 @@ class Wave:
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def lay_out(batch: Sequence[SeqStep], pool: KvPool, dtype: torch.dtype) -> Wave:
+class Layouts(Protocol):
+    """Makes the parts of a wave that begin at `row`: attention over keys and values, or another."""
+
+    def singles(self, row: int, steps: Sequence[SeqStep]) -> Part: ...
+
+    def chunk(self, row: int, step: SeqStep) -> Part: ...
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayouts:
+    pool: KvPool
+    dtype: torch.dtype
+
+    def singles(self, row: int, steps: Sequence[SeqStep]) -> Singles:
+        return _singles(row, steps, self.pool, self.dtype)
+
+    def chunk(self, row: int, step: SeqStep) -> Chunk:
+        return _chunk(row, step, self.pool, self.dtype)
+
+
+def lay_out(batch: Sequence[SeqStep], pool: KvPool, layouts: Layouts) -> Wave:
     """Rows, index tensors and masks for a batch of at least one step."""
     size = pool.block_size
     singles = [i for i, step in enumerate(batch) if len(step.tokens) == 1]
@@ -95,25 +129,35 @@ def lay_out(batch: Sequence[SeqStep], pool: KvPool, dtype: torch.dtype) -> Wave:
     ends = np.cumsum([len(step.tokens) for step in steps])
     last_row = dict(zip(order, (ends - 1).tolist(), strict=True))
 
-    parts = list[Singles | Chunk]()
+    parts = list[Part]()
     row = 0
     for group in groups:
-        parts.append(_singles(row, [batch[i] for i in group], pool, dtype))
+        parts.append(layouts.singles(row, [batch[i] for i in group]))
         row += len(group)
     for i in chunks:
-        parts.append(_chunk(row, batch[i], pool, dtype))
+        parts.append(layouts.chunk(row, batch[i]))
         row += len(batch[i].tokens)
 
     positions = np.concatenate([np.arange(s.start, s.start + len(s.tokens)) for s in steps])
     blocks = np.concatenate([_blocks_of(step, size) for step in steps])
     wanted = [last_row[i] for i, step in enumerate(batch) if step.draw is not None]
+    scored = [row for i, step in enumerate(batch) for row in _scored_rows(step, last_row[i])]
     return Wave(
         tokens=pool.index(np.concatenate([np.asarray(s.tokens, np.int64) for s in steps])),
         positions=pool.index(positions),
         cells=pool.cells_of(blocks, positions % size),
         parts=tuple(parts),
         drawn=pool.index(np.array(wanted, np.int64)),
+        scored=pool.index(np.array(scored, np.int64)),
     )
+
+
+def _scored_rows(step: SeqStep, last_row: int) -> range:
+    """The rows of the step that have a target."""
+    if step.scoring is None:
+        return range(0)
+    first = last_row - len(step.tokens) + 1
+    return range(first, first + len(step.scoring.targets))
 
 
 def grouped(blocks: Sequence[int]) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """The KV pool as a tensor over memory that peers write: where a token's keys and values lie.
 
-A block is [kv_heads, layers, 2 (k, v), block_size, head_dim]. Two flat views reach into it: a
+A block is [kv_heads, layers, 2 (k, v), block_size, head_dim]; a latent one (MLA) has one part in
+place of k and v, and one head. Two flat views reach into it: a
 `cell` is one token's key or value of one head in one layer (written by index), a `strip` is one
 block's keys or values of one head in one layer (gathered whole). Index tensors are made once a
 step for layer 0; a layer adds a constant.
@@ -41,6 +42,7 @@ class KvPool:
         self.layout, self.device, self.mirrored = layout, device, mirrored
         host = torch.frombuffer(memory, dtype=DTYPES[layout.dtype]).view(blocks, -1)
         self._host = host
+        self._parts = 1 if layout.kind == "latent" else 2
         self._blocks = torch.zeros_like(host, device=device) if mirrored else host
         self._strips = self._blocks.view(-1, layout.block_size * layout.head_dim)
         self._cells = self._blocks.view(-1, layout.head_dim)
@@ -53,33 +55,33 @@ class KvPool:
         return torch.from_numpy(numbers).to(self.device)
 
     def cells_of(self, blocks: Ints, offsets: Ints) -> Tensor:
-        """Layer 0's cells of tokens at (block, offset): [tokens * 2 * kv_heads], k before v."""
+        """Layer 0's cells of tokens at (block, offset): [tokens * parts * kv_heads], k before v."""
         size = self.block_size
-        strips = self._strips_of(blocks)  # [2, kv_heads, tokens]
+        strips = self._strips_of(blocks)  # [parts, kv_heads, tokens]
         return self.index((strips * size + offsets).transpose(2, 0, 1).reshape(-1))
 
     def strips_of(self, tables: Ints) -> Tensor:
-        """Layer 0's strips of block tables [sequences, blocks]: [2, sequences, kv_heads, blocks]"""
+        """Layer 0's strips of tables [sequences, blocks]: [parts, sequences, kv_heads, blocks]"""
         return self.index(np.ascontiguousarray(self._strips_of(tables).swapaxes(1, 2)))
 
     def _strips_of(self, blocks: Ints) -> Ints:
-        """[2, kv_heads, *blocks.shape]"""
+        """[parts, kv_heads, *blocks.shape]"""
         kv_heads, layers = self.layout.kv_heads, self.layout.layers
         heads = np.arange(kv_heads).reshape(-1, *(1,) * blocks.ndim)
-        keys = (blocks[None] * kv_heads + heads) * (layers * 2)
-        return np.stack([keys, keys + 1])
+        keys = (blocks[None] * kv_heads + heads) * (layers * self._parts)
+        return np.stack([keys + part for part in range(self._parts)])
 
     def write(self, layer: int, cells: Tensor, kv: Tensor) -> None:
-        """Put keys and values [tokens, 2 * kv_heads, head_dim] where `cells_of` said."""
-        at = cells + layer * 2 * self.block_size
+        """Put keys and values [tokens, parts * kv_heads, head_dim] where `cells_of` said."""
+        at = cells + layer * self._parts * self.block_size
         self._cells.index_copy_(0, at, kv.reshape(-1, self.layout.head_dim))
 
     def read(self, layer: int, strips: Tensor) -> Tensor:
-        """Keys and values [2, sequences, kv_heads, tokens, head_dim] of whole blocks, copied."""
-        two, sequences, kv_heads, blocks = strips.shape
-        found = self._strips.index_select(0, strips.view(-1) + layer * 2)
+        """Whole blocks [parts, sequences, kv_heads, tokens, head_dim], copied."""
+        parts, sequences, kv_heads, blocks = strips.shape
+        found = self._strips.index_select(0, strips.view(-1) + layer * parts)
         tokens = blocks * self.block_size
-        return found.view(two, sequences, kv_heads, tokens, self.layout.head_dim)
+        return found.view(parts, sequences, kv_heads, tokens, self.layout.head_dim)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero blocks that will be filled in part: what a former owner, or a broken transfer,

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pdrt.device import sampler
-from pdrt.device.attention import lay_out
+from pdrt.device import odds, sampler
 from pdrt.device.batch import Drawn, SeqStep
 from pdrt.device.collective import Collective, Solo, join
 from pdrt.device.kv import DTYPES, KvPool
@@ -65,16 +64,16 @@ class TorchRunner:
         fresh = [b for step in batch for b in _begun_in_part(step, self.layout.block_size)]
         if fresh:
             pool.clear(fresh)
-        wave = lay_out(batch, pool, DTYPES[self.layout.dtype])
+        wave = self.model.lay_out(batch, pool)
         hidden = self.model.forward(wave, pool, group)
         wanted = [step for step in batch if step.draw is not None]
         logits = self.model.logits(hidden[wave.drawn], group) if wanted else None
-        if logits is None:
-            return []
-        tokens = sampler.draw(logits.cpu(), [step.draw for step in wanted if step.draw is not None])
-        return [
-            Drawn(s.key, token, logprob) for s, (token, logprob) in zip(wanted, tokens, strict=True)
-        ]
+        drawn = [] if logits is None else sampler.answer(logits.cpu(), wanted)
+        if all(step.scoring is None for step in batch):
+            return drawn
+        rows, vocab = hidden[wave.scored], self.model.spec.vocab
+        scored = odds.score(batch, rows, vocab, lambda part: self.model.logits(part, group))
+        return odds.joined(batch, drawn, scored) if self._shard.is_first else []
 
 
 def _begun_in_part(step: SeqStep, size: int) -> Sequence[int]:

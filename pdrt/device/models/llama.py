@@ -10,13 +10,15 @@ biases of these sums, and the head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdrt.device.attention import Wave
+from pdrt.device.attention import KvLayouts, Wave, lay_out
+from pdrt.device.batch import SeqStep
 from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
 from pdrt.device.linear import Linear
@@ -52,6 +54,9 @@ class Llama:
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         frequency, self._rope_scale = frequencies(self.spec)
         self._frequency = frequency.to(embedding.device)
+
+    def lay_out(self, batch: Sequence[SeqStep], pool: KvPool) -> Wave:
+        return lay_out(batch, pool, KvLayouts(pool, self._embedding.dtype))
 
     def forward(self, wave: Wave, pool: KvPool, group: Collective) -> Tensor:
         """Hidden states [rows, hidden] of all tokens, before the last norm."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdrt.device.attention import Wave
+from pdrt.device.batch import SeqStep
 from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
 from pdrt.device.shard import Shard
@@ -24,6 +26,10 @@ class Model(Protocol):
 
     @property
     def shard(self) -> Shard: ...
+
+    def lay_out(self, batch: Sequence[SeqStep], pool: KvPool) -> Wave:
+        """Rows, index tensors and masks of a batch of at least one step."""
+        ...
 
     def forward(self, wave: Wave, pool: KvPool, group: Collective) -> Tensor:
         """Write the wave's KV; hidden states [rows, hidden] of its tokens, on every rank."""
