@@ -77,6 +77,19 @@ def unpack_ids(data: bytes) -> list[int]:
     return ids
 
 
+def pack_logprobs(logprobs: Sequence[float]) -> bytes:
+    """Log-probabilities as little-endian float32."""
+    return np.asarray(logprobs, dtype="<f4").tobytes()
+
+
+def unpack_logprobs(data: bytes) -> list[float]:
+    """Inverse of `pack_logprobs`. Raises BadMessage when the length is not a multiple of four."""
+    if len(data) % 4:
+        raise BadMessage(f"{len(data)} bytes are no list of float32")
+    values: list[float] = np.frombuffer(data, dtype="<f4").tolist()
+    return values
+
+
 _ODD: Final = np.dtype([("token", "<i4"), ("logprob", "<f4")])
 
 
@@ -295,6 +308,7 @@ class AbortTransfer:
     session: Short
     number: Count = 0
     reason: Words = ""
+    is_served: bool = False  # decode has all that it needs: its answer ended with the first token
 
 
 @_wire
@@ -474,6 +488,7 @@ class AbortRoom:
     op: Literal["abort_room"] = "abort_room"
     room: Room
     reason: Words
+    index: Annotated[int, Field(ge=-1, lt=128)] = -1  # one of its n sequences; -1: all of it
 
 
 @_wire
@@ -607,6 +622,8 @@ class Step:
     draws: Annotated[bytes, Field(max_length=1 << 23)]  # 1 where a token is drawn, by tp 0
     tokens: Annotated[bytes, Field(max_length=1 << 23)]
     blocks: Annotated[bytes, Field(max_length=1 << 23)]
+    copies: Annotated[bytes, Field(max_length=1 << 23)] = b""  # `copy_from`; empty: none has one
+    targets: Annotated[bytes, Field(max_length=1 << 23)] = b""  # rows scored; empty: nowhere
 
 
 @_wire

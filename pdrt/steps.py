@@ -1,6 +1,7 @@
 """A batch as it travels from tp 0 to its followers: columns of integers, however many sequences.
 
-How tokens are drawn stays with tp 0; the followers learn only where one is.
+How tokens are drawn stays with tp 0, and so does which ones are scored; the followers learn only
+where a token is drawn and how many rows are scored, for they have a share in those logits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from pdrt.device.batch import ELSEWHERE, SeqStep
+from pdrt.device.batch import ELSEWHERE, Scoring, SeqStep
 from pdrt.errors import BadMessage
 from pdrt.messages import Step, pack_ids, unpack_ids
 
@@ -25,7 +26,14 @@ def pack(number: int, batch: Sequence[SeqStep]) -> Step:
         draws=pack_ids([step.draw is not None for step in batch]),
         tokens=pack_ids(list(chain.from_iterable(step.tokens for step in batch))),
         blocks=pack_ids(list(chain.from_iterable(step.blocks for step in batch))),
+        copies=_rare([step.copy_from for step in batch]),
+        targets=_rare([-1 if s.scoring is None else len(s.scoring.targets) for s in batch]),
     )
+
+
+def _rare(column: Sequence[int]) -> bytes:
+    """A column that most batches do not need."""
+    return pack_ids(column) if max(column, default=-1) >= 0 else b""
 
 
 def unpack(step: Step) -> list[SeqStep]:
@@ -36,15 +44,29 @@ def unpack(step: Step) -> list[SeqStep]:
     if len(step.keys) != 8 * len(starts):
         raise BadMessage(f"step {step.number}: {len(step.keys)} bytes of keys")
     keys: list[int] = np.frombuffer(step.keys, "<i8").tolist()
+    copies = unpack_ids(step.copies) or [-1] * len(keys)
+    targets = unpack_ids(step.targets) or [-1] * len(keys)
+    columns = zip(keys, tokens, starts, blocks, draws, copies, targets, strict=True)
     try:
-        return [
-            SeqStep(key, own_tokens, start, own_blocks, ELSEWHERE if draw else None)
-            for key, start, draw, own_tokens, own_blocks in zip(
-                keys, starts, draws, tokens, blocks, strict=True
-            )
-        ]
+        return [_step(*row) for row in columns]
     except ValueError as error:
         raise BadMessage(f"step {step.number}: its columns differ in length") from error
+
+
+def _step(  # noqa: PLR0913 - a column is an argument
+    key: int,
+    tokens: list[int],
+    start: int,
+    blocks: list[int],
+    draw: int,
+    copy_from: int,
+    targets: int,
+) -> SeqStep:
+    if targets > len(tokens):
+        raise ValueError(f"{targets} rows of {len(tokens)} are scored")
+    drawn = ELSEWHERE if draw else None
+    scoring = Scoring((0,) * targets) if targets >= 0 else None
+    return SeqStep(key, tokens, start, blocks, drawn, (), copy_from, scoring)
 
 
 def _split(values: list[int], counts: list[int]) -> list[list[int]]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrt import messages, steps
-from pdrt.device.batch import ELSEWHERE, Draw, SeqStep
+from pdrt.device.batch import ELSEWHERE, Draw, Scoring, SeqStep
 from pdrt.errors import BadMessage
 from pdrt.messages import Sampling, pack_ids
 
@@ -18,10 +18,12 @@ DRAW = Draw(Sampling(seed=7), [1, 2, 3], 2)
 SEQUENCE = st.builds(
     SeqStep,
     st.integers(1, 1 << 40),
-    IDS,
+    st.lists(st.integers(0, (1 << 31) - 1), min_size=2, max_size=6),
     st.integers(0, 1 << 20),
     IDS,
     st.sampled_from([None, DRAW]),
+    copy_from=st.sampled_from([-1, 0, 7]),
+    scoring=st.sampled_from([None, Scoring((), 2), Scoring((5, 6), 2)]),
 )
 
 
@@ -33,7 +35,17 @@ def test_a_batch_comes_out_as_it_went_in_but_for_how_tokens_are_drawn(
     step = messages.decode(messages.TO_FOLLOWER, frame)
     assert isinstance(step, messages.Step)
     assert step.number == 3
-    assert steps.unpack(step) == [replace(s, draw=s.draw and ELSEWHERE) for s in batch]
+    assert steps.unpack(step) == [as_followers_see(s) for s in batch]
+
+
+def as_followers_see(step: SeqStep) -> SeqStep:
+    """Rank 0 alone draws and scores; the others know where, and how many rows."""
+    scoring = step.scoring and Scoring((0,) * len(step.scoring.targets))
+    return replace(step, draw=step.draw and ELSEWHERE, scoring=scoring)
+
+
+def test_what_most_batches_do_not_need_costs_no_bytes() -> None:
+    assert (GOOD.copies, GOOD.targets) == (b"", b"")
 
 
 GOOD = steps.pack(1, [SeqStep(1, [5, 6], 0, [3], None), SeqStep(2, [7], 4, [1, 2], DRAW)])
@@ -50,6 +62,9 @@ GOOD = steps.pack(1, [SeqStep(1, [5, 6], 0, [3], None), SeqStep(2, [7], 4, [1, 2
         replace(GOOD, token_counts=pack_ids([4, -1])),
         replace(GOOD, block_counts=pack_ids([3])),
         replace(GOOD, draws=pack_ids([1])),
+        replace(GOOD, copies=pack_ids([1])),
+        replace(GOOD, targets=pack_ids([1, 2, 3])),
+        replace(GOOD, targets=pack_ids([0, 2])),
     ],
 )
 def test_columns_that_do_not_fit_together_are_a_bad_message(bad: messages.Step) -> None:
