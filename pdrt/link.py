@@ -1,8 +1,9 @@
-"""The typed pair of sockets between two processes of a node: supervisor and worker, or two ranks.
+"""The typed pair of sockets between two processes of an instance: supervisor, worker, or node.
 
 An actor whose mailbox is what is still to be sent. What arrives is a message, or is logged and
-dropped. The endpoint lies in a private directory, so whoever is there is one of us. The promise:
-what a process sent before it died is read, all of it.
+dropped. On one node the endpoint lies in a private directory, so whoever is there is one of us;
+between nodes it is CURVE on tcp, and lives as long as its connection. The promise: what a process
+sent before it died is read, all of it; between nodes, all that had come through.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pdrt import messages
 from pdrt.actor import Actor
+from pdrt.curve import CurveContext
 from pdrt.errors import BadMessage
 
 In = TypeVar("In")
@@ -44,14 +46,12 @@ class Link(Actor[Out], Generic[In, Out]):
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
         self._incoming, self._outgoing = incoming, outgoing
         self._hang_ups: zmq.asyncio.Socket | None = None  # tells when the other end comes and goes
+        self._is_met = False
         self.dropped = 0  # frames that were no message
 
     def bind(self, endpoint: str) -> None:
         """Raises OSError."""
-        self._watch()
-        # No limit of its own: from a full queue libzmq throws away what a dead process had sent.
-        # What requests in flight may say bounds it.
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._get_ready()
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -62,6 +62,22 @@ class Link(Actor[Out], Generic[In, Out]):
         if watched:
             self._watch()
         self._socket.connect(endpoint)
+
+    def serve(self, net: CurveContext) -> str:
+        """Listen on tcp, in a context of the net; where. Raises OSError."""
+        self._get_ready()
+        return net.serve(self._socket)
+
+    def dial(self, net: CurveContext, endpoint: str) -> None:
+        """The other end is there already, on tcp, and is watched. Raises OSError."""
+        self._get_ready()
+        net.dial(self._socket, endpoint)
+
+    def _get_ready(self) -> None:
+        self._watch()
+        # No limit of its own: from a full queue libzmq throws away what a dead process had sent.
+        # What requests in flight may say bounds it.
+        self._socket.setsockopt(zmq.RCVHWM, 0)
 
     def _watch(self) -> None:
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -95,11 +111,16 @@ class Link(Actor[Out], Generic[In, Out]):
                 found.append(message)
         return found
 
+    async def met(self) -> None:
+        """Until the other end is there; where we bound, or watch."""
+        assert self._hang_ups is not None
+        while not self._is_met:  # a try may not get as far as shaking hands
+            event = (await recv_monitor_message(self._hang_ups))["event"]
+            self._is_met = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
     async def hung_up(self) -> None:
         """Until the other end has been there and is gone; where we bound, or watch."""
-        assert self._hang_ups is not None
-        while (await recv_monitor_message(self._hang_ups))["event"] == zmq.EVENT_DISCONNECTED:
-            pass  # a try that did not get as far as shaking hands
+        await self.met()
         await self._gone()
 
     async def _hung_up(self) -> None:

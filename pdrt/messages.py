@@ -603,7 +603,10 @@ FromWorker: TypeAlias = Annotated[
 
 @_wire
 class Join:
-    """All followers are there: meet the others' forward passes at this file."""
+    """All followers are there: meet the others' forward passes there.
+
+    A file of one node, or `tcp://host:port` for a group that spans nodes.
+    """
 
     op: Literal["join"] = "join"
     rendezvous: Annotated[str, Field(max_length=4096)]
@@ -670,6 +673,104 @@ class Told:
 
 
 FromFollower: TypeAlias = Annotated[Hello | Joined | Stepped | Told, Field(discriminator="op")]
+
+
+# Between the nodes of an instance: its leader, and those that only run workers.
+
+
+@_wire
+class NodeHello:
+    """A worker node wants to be one of its leader's (JSON over HTTP)."""
+
+    protocol_version: Number = PROTOCOL
+    node: U31  # counted within the instance
+    epoch: Count  # of this life of it
+    http: Short  # its own address, for operators
+    settings: dict[str, Short]  # what both must have alike
+
+
+@_wire
+class NodeWelcome:
+    """Where the leader listens for this node, once."""
+
+    endpoint: Short
+    epoch: Count  # of the leader's life
+
+
+@_wire
+class GroupPlace:
+    """Where tp 0 of a group listens for its followers of other nodes (JSON over HTTP)."""
+
+    epoch: Count  # of this life of it
+    endpoints: dict[str, Short]  # by tp rank
+
+
+@_wire
+class RankSaid:
+    """A worker of this node said so."""
+
+    op: Literal["rank_said"] = "rank_said"
+    rank: Rank
+    message: FromWorker
+
+
+@_wire
+class RankIs:
+    """How a worker is, as its node's supervisor sees it."""
+
+    op: Literal["rank_is"] = "rank_is"
+    rank: Rank
+    state: Short
+    lives: Count
+    pid: Count | None = None
+    last_problem: Problem | None = None
+
+
+@_wire
+class RankLost:
+    """A worker's process has ended; the node may start it again."""
+
+    op: Literal["rank_lost"] = "rank_lost"
+    rank: Rank
+    problem: Problem
+
+
+@_wire
+class Leaving:
+    """The node is being drained: it wants to go once its workers have nothing to do."""
+
+    op: Literal["leaving"] = "leaving"
+
+
+@_wire
+class Beat:
+    """Still here."""
+
+    op: Literal["beat"] = "beat"
+
+
+FromNode: TypeAlias = Annotated[
+    RankSaid | RankIs | RankLost | Leaving | Beat, Field(discriminator="op")
+]
+
+
+@_wire
+class TellRank:
+    """For a worker of this node."""
+
+    op: Literal["tell_rank"] = "tell_rank"
+    rank: Rank
+    message: ToWorker
+
+
+@_wire
+class MayLeave:
+    """No request is on the workers of this node any more, nor will be."""
+
+    op: Literal["may_leave"] = "may_leave"
+
+
+ToNode: TypeAlias = Annotated[TellRank | MayLeave | Beat, Field(discriminator="op")]
 
 
 # Bootstrap server bodies (JSON over HTTP).
@@ -746,6 +847,8 @@ TO_WORKER: Final[TypeAdapter[ToWorker]] = TypeAdapter(ToWorker)
 FROM_WORKER: Final[TypeAdapter[FromWorker]] = TypeAdapter(FromWorker)
 TO_FOLLOWER: Final[TypeAdapter[ToFollower]] = TypeAdapter(ToFollower)
 FROM_FOLLOWER: Final[TypeAdapter[FromFollower]] = TypeAdapter(FromFollower)
+FROM_NODE: Final[TypeAdapter[FromNode]] = TypeAdapter(FromNode)
+TO_NODE: Final[TypeAdapter[ToNode]] = TypeAdapter(ToNode)
 
 
 def decode(adapter: TypeAdapter[T], frame: bytes) -> T:

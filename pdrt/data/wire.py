@@ -1,8 +1,7 @@
 """The control socket of a rank: one PULL that is bound, one PUSH for each peer, all CURVE.
 
-Only holders of the cluster key get through: the ZAP handler refuses every other client key, and
-CURVE makes a client prove that it has the secret of the key that it shows. A send never waits:
-when a peer does not read, its messages are refused and counted by the caller.
+Only holders of the cluster key get through (see `curve`). A send never waits: when a peer does
+not read, its messages are refused and counted by the caller.
 """
 
 from __future__ import annotations
@@ -14,16 +13,14 @@ from typing import TypeVar
 
 import zmq
 import zmq.asyncio
-from zmq.utils import z85
 
 from pdrt.config import bracketed
+from pdrt.curve import ZAP, Curve
 from pdrt.errors import ConfigError, PeerLost
 from pdrt.keys import ClusterKey
 from pdrt.messages import MAX_PEER_BYTES
 
 T = TypeVar("T")
-_ZAP = "inproc://zeromq.zap.01"
-_DOMAIN = b"pdrt"
 _DEPTH = 8192  # messages waiting, each way
 _LINGER_MS = 100
 _LAST_WORD_MS = 1000  # of who is hung up on: a connection may have to be made for it
@@ -39,7 +36,7 @@ class Wire:
 
     def __init__(self, key: ClusterKey, local_ip: str, peers: int = 1024) -> None:
         """`peers`: how many are spoken to at once, at most."""
-        self._public, self._secret = key.curve_pair()
+        self._curve = Curve(key, local_ip)
         self._local_ip = local_ip
         self._context = zmq.asyncio.Context()
         self._dialing: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -55,11 +52,10 @@ class Wire:
     def start(self, port: int = 0) -> str:
         """Listen on this port of the local address, or on a free one. Raises ConfigError."""
         self._zap.linger = 0
-        self._zap.bind(_ZAP)
+        self._zap.bind(ZAP)
         pull = self._pull
-        self._secure(pull)
-        pull.curve_server = True
-        pull.zap_domain = _DOMAIN
+        self._curve.serve(pull)
+        _be_lively(pull)
         pull.maxmsgsize = MAX_PEER_BYTES
         pull.rcvhwm = _DEPTH
         host = bracketed(self._local_ip)
@@ -112,7 +108,7 @@ class Wire:
         """Answer each newcomer's handshake (ZAP, RFC 27): the cluster's key, or no entry."""
         while True:
             request: Sequence[bytes] = await _or_lost(self._zap.recv_multipart())
-            await _or_lost(self._zap.send_multipart(self._verdict(request)))
+            await _or_lost(self._zap.send_multipart(self._curve.verdict(request)))
 
     async def say_goodbye(self) -> None:
         """Nothing is sent any more; waits, not long, until what was is out."""
@@ -132,24 +128,13 @@ class Wire:
             socket.close(linger=linger_ms)
         self._push.clear()
 
-    def _verdict(self, request: Sequence[bytes]) -> list[bytes]:
-        version, number = (*request, b"", b"")[:2]
-        is_member = (
-            len(request) == 7
-            and request[2] == _DOMAIN
-            and request[5] == b"CURVE"
-            and z85.encode(request[6]) == self._public
-        )
-        status = [b"200", b"OK"] if is_member else [b"400", b"not a member of this cluster"]
-        return [version or b"1.0", number, *status, b"member" if is_member else b"", b""]
-
     def _to(self, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._push.get(endpoint)
         if socket is None:
             socket = self._dialing.socket(zmq.PUSH)
             try:
-                self._secure(socket)
-                socket.curve_serverkey = self._public
+                self._curve.dial(socket)
+                _be_lively(socket)
                 socket.sndhwm = _DEPTH
                 if endpoint in self._watched:
                     socket.monitor(self._watched[endpoint], zmq.EVENT_ALL)
@@ -160,14 +145,12 @@ class Wire:
             self._push[endpoint] = socket
         return socket
 
-    def _secure(self, socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> None:
-        socket.curve_publickey = self._public
-        socket.curve_secretkey = self._secret
-        socket.ipv6 = ":" in self._local_ip
-        socket.heartbeat_ivl = 1000  # a dead connection is noticed and made anew
-        socket.heartbeat_timeout = 3000
-        socket.reconnect_ivl = 50
-        socket.reconnect_ivl_max = 1000
+
+def _be_lively(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> None:
+    socket.heartbeat_ivl = 1000  # a dead connection is noticed and made anew
+    socket.heartbeat_timeout = 3000
+    socket.reconnect_ivl = 50
+    socket.reconnect_ivl_max = 1000
 
 
 async def _or_lost(io: Awaitable[T]) -> T:
