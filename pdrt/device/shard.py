@@ -1,4 +1,4 @@
-"""What one rank of a tensor-parallel group has of a model: which heads, which part of the MLP.
+"""What one rank of a tensor-parallel group has of a model: heads, columns of MLPs, vocabulary.
 
 Heads are split in order. With fewer kv heads than ranks each kv head is on several ranks, the
 ones whose query heads share it.
@@ -52,18 +52,25 @@ class Shard:
 
     @property
     def heads(self) -> Run:
-        return self._part(self.spec.heads)
+        return self.part(self.spec.heads)
 
     @property
     def kv_heads(self) -> Run:
         if self.copies == 1:
-            return self._part(self.spec.kv_heads)
+            return self.part(self.spec.kv_heads)
         head = self.rank // self.copies
         return Run(head, head + 1, self.spec.kv_heads)
 
     @property
     def intermediate(self) -> Run:
-        return self._part(self.spec.intermediate)
+        return self.part(self.spec.intermediate)
+
+    @property
+    def vocab(self) -> Run:
+        """Rows of embedding and head; the last ranks have fewer, or none, where it is uneven."""
+        width = -(-self.spec.vocab // self.size)
+        first, end = (min(rank * width, self.spec.vocab) for rank in (self.rank, self.rank + 1))
+        return Run(first, end, self.spec.vocab)
 
     @property
     def copies(self) -> int:
@@ -72,15 +79,18 @@ class Shard:
 
     def layout(self, block_size: int, dtype: Dtype) -> KvLayout:
         """Of this rank's KV blocks."""
+        latent = self.spec.latent
         return KvLayout(
             block_size=block_size,
             dtype=dtype,
             layers=self.spec.layers,
-            kv_heads=len(self.kv_heads),
-            head_dim=self.spec.head_dim,
-            total_kv_heads=self.spec.kv_heads,
+            kv_heads=1 if latent else len(self.kv_heads),
+            head_dim=latent.kv_lora + latent.rope_dim if latent else self.spec.head_dim,
+            kind="latent" if latent else "heads",
+            total_kv_heads=1 if latent else self.spec.kv_heads,
         )
 
-    def _part(self, whole: int) -> Run:
+    def part(self, whole: int) -> Run:
+        """This rank's share of what all share evenly."""
         width = whole // self.size
         return Run(self.rank * width, (self.rank + 1) * width, whole)

@@ -48,7 +48,7 @@ class Checkpoint:
         self._progress = progress
         paths = _files(directory)
         self._total = sum(path.stat().st_size for path in paths)
-        self._done = 0
+        self._done, self._counted = 0, set[str]()
         handles = {path: _open(path) for path in paths}
         self._home = {
             name: handle
@@ -78,7 +78,9 @@ class Checkpoint:
         except SafetensorError as error:
             raise ConfigError(f"{self._where}: {name} cannot be read: {error}") from error
         out.copy_(found)
-        self._done += math.prod(shape) * found.itemsize  # what other ranks read counts as done
+        if name not in self._counted:  # what other ranks, or later calls, read counts as done
+            self._counted.add(name)
+            self._done += math.prod(shape) * found.itemsize
         self._progress("weights", min(self._done, self._total), self._total)
 
     def finish(self) -> None:

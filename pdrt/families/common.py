@@ -6,7 +6,7 @@ from typing import get_args
 
 from pdrt.errors import ConfigError
 from pdrt.families.fields import Fields, read_json
-from pdrt.modelspec import Dtype, ModelSpec, Rope, RopeKind
+from pdrt.modelspec import Dtype, Experts, ModelSpec, Rope, RopeKind
 
 
 def decoder(f: Fields, architecture: str) -> ModelSpec:
@@ -34,6 +34,19 @@ def decoder(f: Fields, architecture: str) -> ModelSpec:
         tied=f.get("tie_word_embeddings", False),
         rope=turns,
     )
+
+
+def check_experts(f: Fields, experts: Experts) -> Experts:
+    """As they are. Raises ConfigError when a token cannot have so many of them."""
+    if experts.count % experts.groups or experts.top_groups > experts.groups:
+        raise ConfigError(
+            f"{f.where}: {experts.count} experts in {experts.groups} groups of which"
+            f" {experts.top_groups} are used cannot be"
+        )
+    allowed = experts.count // experts.groups * experts.top_groups
+    if experts.per_token > allowed:
+        raise f.refuse("num_experts_per_tok", f"must be at most {allowed}")
+    return experts
 
 
 def dtype(f: Fields) -> Dtype:

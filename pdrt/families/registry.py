@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
-from pdrt.families import llama
+from pdrt.families import deepseek, llama, moe
 from pdrt.families.fields import Fields
 from pdrt.modelspec import ModelSpec
 
@@ -16,6 +16,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "MistralForCausalLM": llama.mistral,
     "Qwen2ForCausalLM": llama.qwen2,
     "Qwen3ForCausalLM": llama.qwen3,
+    "Qwen3MoeForCausalLM": moe.qwen3_moe,
+    "MixtralForCausalLM": moe.mixtral,
+    "DeepseekV2ForCausalLM": deepseek.deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek.deepseek_v3,
 }
 
 

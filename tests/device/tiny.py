@@ -12,8 +12,10 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB: Final = 320
@@ -60,6 +62,24 @@ CONFIGS: Final[dict[str, Any]] = {
     "mistral": MistralConfig(**_SHAPE, head_dim=24, sliding_window=None),
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**_SHAPE, head_dim=32),
+    "mixtral": MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": Qwen3MoeConfig(
+        **_SHAPE,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+    ),
+    "qwen3_moe_sparse": Qwen3MoeConfig(
+        **_SHAPE,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        decoder_sparse_step=2,
+        tie_word_embeddings=True,
+    ),
 }
 
 
@@ -88,7 +108,7 @@ def _random(key: str, weight: torch.Tensor, *, tied: bool) -> torch.Tensor:
         return noise * (0.1 if tied else 1.0)
     if weight.ndim == 1:
         return 0.1 * noise
-    return noise * 1.2 / math.sqrt(weight.shape[1])
+    return noise * 1.2 / math.sqrt(weight.shape[-1])
 
 
 def answer(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:

@@ -40,6 +40,9 @@ class Reader:
     def __init__(self, weights: Checkpoint, dtype: torch.dtype, device: str) -> None:
         self.weights, self._dtype, self._device = weights, dtype, device
 
+    def in_dtype(self, dtype: torch.dtype) -> Reader:
+        return Reader(self.weights, dtype, self._device)
+
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 

@@ -1,7 +1,7 @@
-"""Llama and its kin (SmolLM2, Mistral, Qwen2, Qwen3 dense) as one decoder over a paged pool.
+"""Llama and its kin (SmolLM2, Mistral, Mixtral, Qwen2, Qwen3) as one decoder over a paged pool.
 
-They differ in biases, in a norm on queries and keys, in tied embeddings and in rope. Query,
-key and value matrices are one, gate and up matrices are one.
+They differ in biases, in a norm on queries and keys, in experts, in tied embeddings and in rope.
+Query, key and value matrices are one.
 
 A rank of a tensor-parallel group has some of the heads and of the MLP's columns: what it adds to
 the hidden states is a part, summed over the ranks before it is added. Rank 0 alone has the
@@ -22,7 +22,8 @@ from pdrt.device.batch import SeqStep
 from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
 from pdrt.device.linear import Linear
-from pdrt.device.models.blocks import FeedForward, Reader, mlp, rms_norm
+from pdrt.device.models.blocks import FeedForward, Reader, rms_norm
+from pdrt.device.models.experts import feed_forward
 from pdrt.device.rope import frequencies, rotate_
 from pdrt.device.shard import Run, Shard
 from pdrt.device.weights import Checkpoint
@@ -96,7 +97,7 @@ def load(shard: Shard, weights: Checkpoint, dtype: torch.dtype, device: str) -> 
     """Read the shard's weights. Raises ConfigError when they do not fit the spec."""
     spec, read = shard.spec, Reader(weights, dtype, device)
     embedding = read.tensor("model.embed_tokens.weight", spec.vocab, spec.hidden)
-    layers = [_layer(shard, read, f"model.layers.{i}.") for i in range(spec.layers)]
+    layers = [_layer(shard, read, i) for i in range(spec.layers)]
     norm = read.tensor("model.norm.weight", spec.hidden)
     head = None
     if shard.is_first:
@@ -106,9 +107,10 @@ def load(shard: Shard, weights: Checkpoint, dtype: torch.dtype, device: str) -> 
     return Llama(shard, embedding, layers, norm, None if head is None else Linear(head))
 
 
-def _layer(shard: Shard, read: Reader, at: str) -> Layer:
+def _layer(shard: Shard, read: Reader, number: int) -> Layer:
     spec, hidden = shard.spec, Run.all_of(shard.spec.hidden)
     q, kv = shard.heads * spec.head_dim, shard.kv_heads * spec.head_dim
+    at = f"model.layers.{number}."
     attention = at + "self_attn."
     qkv = {"q_proj": q, "k_proj": kv, "v_proj": kv}
     return Layer(
@@ -117,7 +119,7 @@ def _layer(shard: Shard, read: Reader, at: str) -> Layer:
         qk_norm=_qk_norm(shard, read, attention) if spec.qk_norm else None,
         out=read.fused(attention, {"o_proj": hidden}, q, bias=spec.o_bias and shard.is_first),
         mlp_norm=read.tensor(at + "post_attention_layernorm.weight", spec.hidden),
-        mlp=mlp(shard, read, at + "mlp.", shard.intermediate),
+        mlp=feed_forward(shard, read, number),
     )
 
 
