@@ -3,7 +3,8 @@
 Its use is that nothing can go wrong unseen. Each position's KV holds a rolling hash of the
 tokens up to it, and the next token is a weighted sum over all KV bytes of the sequence, read
 back from the pool: one wrong byte anywhere always changes the token, several almost surely do.
-With a temperature the request's seed and the position shift the token as well.
+With a temperature the request's seed and the position shift the token as well. How likely a token
+is said to be depends on that sum too, so log-probabilities show damage as tokens do.
 
 In a tensor-parallel group each rank writes and weighs the bytes of its own kv heads, and the sum
 over the ranks names the token: the one that a single rank would have drawn.
@@ -14,16 +15,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from pdrt.device.batch import Draw, Drawn, SeqStep
+from pdrt.device.batch import Draw, Drawn, Odds, SeqStep
 from pdrt.device.chance import uniform
+from pdrt.device.places import Rendezvous
 from pdrt.device.shard import Run, Shard
 from pdrt.device.sums import Sums, meet
+from pdrt.messages import Top
 from pdrt.modelspec import NULL_SPEC
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -62,7 +65,7 @@ class NullRunner:
         words = np.frombuffer(pool, "<u8")
         self._pool = words.reshape(blocks, *self._parts, self.layout.block_size)
 
-    def join(self, rendezvous: Path, timeout_s: float) -> None:
+    def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         if self._shard.size > 1:
             self._group = meet(self._shard.rank, self._shard.size, rendezvous, timeout_s)
 
@@ -70,12 +73,20 @@ class NullRunner:
         """Write the steps' KV, then draw from all the KV that each sequence has."""
         self._rest(batch)
         for step in batch:
+            if step.copy_from >= 0:
+                block = step.blocks[step.start // self.layout.block_size]
+                self._pool[block] = self._pool[step.copy_from]
+        for step in batch:
             self._write(step)
-        wanted = [(step, step.draw) for step in batch if step.draw is not None]
-        totals = self._summed([self._total(step) for step, _ in wanted])
+        asked = [step for step in batch if step.draw is not None or step.scoring is not None]
+        own = [self._totals(step) for step in asked]
+        totals = iter(self._summed([total for each in own for total in each]))
         if not self._shard.is_first:
             return []
-        return [_drawn(*each, total) for each, total in zip(wanted, totals, strict=True)]
+        return [
+            _drawn(step, [next(totals) for _ in each])
+            for step, each in zip(asked, own, strict=True)
+        ]
 
     def _summed(self, totals: list[int]) -> list[int]:
         """The sums over all ranks."""
@@ -111,19 +122,53 @@ class NullRunner:
         table = np.asarray(step.blocks, np.int64)
         return table[positions // self.layout.block_size], positions % self.layout.block_size
 
-    def _total(self, step: SeqStep) -> int:
-        """What this rank's KV of the sequence weighs."""
+    def _totals(self, step: SeqStep) -> list[int]:
+        """What this rank's KV weighs up to each scored row, and up to the last where it draws."""
         length = step.start + len(step.tokens)
         words = self._pool[np.asarray(step.blocks[: -(-length // self.layout.block_size)])]
         bytes_ = np.ascontiguousarray(np.moveaxis(words, -1, 1)).view(np.uint8)
-        return self._lanes.weighed(bytes_.reshape(-1, len(self._lanes.run) * 8)[:length])
+        rows = bytes_.reshape(-1, len(self._lanes.run) * 8)[:length]
+        last = [] if step.draw is None else [self._lanes.weighed(rows)]
+        if step.scoring is None:
+            return last
+        end = step.start + len(step.scoring.targets)
+        return [*self._lanes.weighed_up_to_each(rows[:end])[step.start :], *last]
 
 
-def _drawn(step: SeqStep, draw: Draw, total: int) -> Drawn:
+def _drawn(step: SeqStep, totals: list[int]) -> Drawn:
+    scored: list[Odds] = []
+    if step.scoring is not None:
+        top = step.scoring.top
+        for target, total in zip(step.scoring.targets, totals, strict=False):
+            scored.append(Odds(_logprob(target, total), _likeliest(total, top)))
+    if step.draw is None:
+        return Drawn(step.key, -1, 0.0, scored=tuple(scored))
+    first, *others = (_draw(step.key, draw, totals[-1]) for draw in (step.draw, *step.further))
+    return replace(first, further=tuple(others), scored=tuple(scored))
+
+
+def _draw(key: int, draw: Draw, total: int) -> Drawn:
+    shift = 0
     if draw.sampling.temperature > 0:
-        total += int(uniform(draw.sampling.seed, draw.position) * 256)
-    token = total % 256 or EOS  # EOS in place of byte 0: every sum has a token of its own
-    return Drawn(step.key, token, -math.log(2 + token))
+        shift = int(uniform(draw.sampling.seed, draw.position) * 256)
+    token = _token(total + shift)
+    top = _likeliest(total, draw.sampling.top_logprobs)
+    return Drawn(key, token, _logprob(token, total), top)
+
+
+def _token(total: int) -> int:
+    return total % 256 or EOS  # EOS in place of byte 0: every sum has a token of its own
+
+
+def _logprob(token: int, total: int) -> float:
+    """The first token by number from the sum's own on is the likeliest, and so on around."""
+    best = _token(total)
+    return -math.log(2 + (token - best) % (EOS + 1)) - best / 1024
+
+
+def _likeliest(total: int, count: int) -> Top:
+    tokens = [(_token(total) + further) % (EOS + 1) for further in range(count)]
+    return tuple((token, _logprob(token, total)) for token in tokens)
 
 
 def _rolled(word: int, tokens: Sequence[int]) -> Words:
@@ -169,8 +214,15 @@ class _Lanes:
 
         The weights differ by position and lane, so exchanged blocks and positions show too.
         """
+        return int(np.sum(rows * self._weights(rows), dtype=np.uint8)) * self._weight
+
+    def weighed_up_to_each(self, rows: Bytes) -> list[int]:
+        """The same for the first row, the first two, and so on."""
+        each = np.sum(rows * self._weights(rows), axis=1, dtype=np.uint8)
+        return [int(heap) * self._weight for heap in np.cumsum(each, dtype=np.uint8)]
+
+    def _weights(self, rows: Bytes) -> Bytes:
         positions = np.arange(len(rows), dtype=np.uint64)[:, None]
         lanes = np.arange(self.run.first * 8, self.run.end * 8, dtype=np.uint64)
         mixed = (positions * np.uint64(0x9E3779B1) + lanes * np.uint64(0x85EBCA77)) >> np.uint64(9)
-        weights = mixed.astype(np.uint8) | np.uint8(1)
-        return int(np.sum(rows * weights, dtype=np.uint8)) * self._weight
+        return mixed.astype(np.uint8) | np.uint8(1)

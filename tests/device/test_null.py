@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdrt.device.batch import Draw, SeqStep
+from pdrt.device.batch import Draw, Odds, Scoring, SeqStep
 from pdrt.device.null import EOS, NullRunner
 from pdrt.messages import Sampling
 from tests.device.loop import GREEDY, Loop
@@ -131,3 +132,73 @@ def test_only_steps_with_a_draw_say_a_token() -> None:
 def test_a_pool_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="reshape"):
         NullRunner(BLOCK).bind(memoryview(bytearray(1024)), 3)
+
+
+# Odds, groups and copies.
+
+
+def scored(prompt: bytes, chunk: int, top: int = 2) -> list[Odds]:
+    """The prompt's odds, computed in chunks."""
+    one = loop()
+    sequence, found = one.sequence(prompt, 1), list[Odds]()
+    while sequence.computed < len(prompt):
+        step = sequence.step(chunk)
+        end = sequence.computed + len(step.tokens)
+        targets = list(prompt[sequence.computed + 1 : end + 1])
+        (drawn,) = one.runner.execute([replace(step, scoring=Scoring(targets, top))])
+        assert (drawn.token == -1) == (end < len(prompt))
+        found += drawn.scored
+        sequence.computed = end
+    return found
+
+
+def test_each_prompt_token_is_scored_the_same_in_any_chunks() -> None:
+    whole = scored(TEXT, 512)
+    assert len(whole) == len(TEXT) - 1
+    assert scored(TEXT, 5) == scored(TEXT, 1) == whole
+
+
+def test_a_tokens_odds_tell_all_that_came_before_it_and_nothing_after() -> None:
+    other = scored(TEXT[:9] + b"#" + TEXT[10:], 512)
+    whole = scored(TEXT, 512)
+    assert other[:8] == whole[:8]
+    assert all(a != b for a, b in zip(other[8:], whole[8:], strict=True))
+
+
+def test_what_is_drawn_greedily_is_the_likeliest_and_scores_as_it_was_drawn() -> None:
+    sampling = Sampling(temperature=0.0, top_logprobs=3)
+    one = loop()
+    sequence = one.sequence(TEXT, 6, sampling)
+    one.run([sequence], 5)
+    (drawn,) = one.step([sequence], 1)
+    assert drawn.top[0] == (drawn.token, drawn.logprob)
+    assert [odds for _, odds in drawn.top] == sorted((odds for _, odds in drawn.top), reverse=True)
+    if 256 not in sequence.output:
+        last = scored(bytes(sequence.history), 512, 3)[-1]
+        assert (last.logprob, last.top) == (drawn.logprob, drawn.top)
+
+
+def test_each_of_a_group_draws_as_it_would_alone() -> None:
+    one = loop()
+    sequence = one.sequence(TEXT, 1)
+    step = sequence.step(512)
+    warm = [
+        Draw(Sampling(seed=i, top_logprobs=i % 2), sequence.history, len(TEXT)) for i in range(5)
+    ]
+    (group,) = one.runner.execute([replace(step, draw=warm[0], further=tuple(warm[1:]))])
+    alone = [one.runner.execute([replace(step, draw=draw)])[0] for draw in warm]
+    assert [replace(group, further=()), *group.further] == alone
+    assert len({drawn.token for drawn in alone}) > 1
+
+
+def test_a_copied_block_is_the_copiers_own() -> None:
+    """Two sequences of a group share what is full; the partly filled block is copied."""
+    one = loop()
+    first = one.sequence(TEXT[:6], 4)
+    one.run([first], 1)
+    full, part = first.blocks[:2]
+    own = one.sequence(b"", 1).blocks
+    step = first.step(1)
+    (want,) = one.runner.execute([step])
+    (got,) = one.runner.execute([replace(step, blocks=[full, *own], copy_from=part)])
+    assert got == want

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pdrt.device.batch import ELSEWHERE, Draw, Drawn, SeqStep
+from pdrt import steps
+from pdrt.device.batch import Draw, Drawn, Scoring, SeqStep
 from pdrt.device.null import NullRunner
 from pdrt.device.shard import Shard
 from pdrt.modelspec import NULL_SPEC
@@ -35,7 +36,7 @@ class Group:
         list(self._threads.map(lambda r, p: r.join(p.rendezvous, 10), self.runners, group))
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
-        told = [replace(step, draw=step.draw and ELSEWHERE) for step in batch]
+        told = steps.unpack(steps.pack(1, batch))
         batches = [batch, *[told] * (len(self.runners) - 1)]
         said: list[list[Drawn]] = list(
             self._threads.map(lambda r, b: r.execute(b), self.runners, batches)
@@ -88,6 +89,17 @@ def test_each_rank_goes_on_from_its_own_bytes_alone(group: Group) -> None:
     whole = group.execute([step(TEXT, 0)])
     group.execute([step(TEXT[:-1], 0)])
     assert group.execute([step(TEXT[-1:], len(TEXT) - 1)]) == whole
+
+
+def test_prompt_tokens_are_scored_as_one_rank_alone_scores_them(
+    group: Group, tmp_path: Path
+) -> None:
+    asked = replace(step(TEXT, 0), scoring=Scoring(list(TEXT[1:]), 2))
+    alone = NullRunner(BLOCK)
+    alone.bind(memoryview(bytearray(BLOCKS * alone.layout.block_bytes)), BLOCKS)
+    assert group.execute([asked]) == alone.execute([asked])
+    chunk = replace(step(TEXT[:8], 0), draw=None, scoring=Scoring(list(TEXT[1:9]), 0))
+    assert group.execute([chunk]) == alone.execute([chunk])
 
 
 def test_only_what_is_drawn_is_summed(group: Group) -> None:
