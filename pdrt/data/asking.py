@@ -41,7 +41,7 @@ class Asking:
     def shake(self, receiver: Receiver, now: float) -> None:
         """To each rank whose turn it is."""
         for leg in receiver.legs.values():
-            if leg.record is None and leg.again_at <= now:
+            if (leg.record is None or receiver.needs_firsts) and leg.again_at <= now:
                 is_first, leg.again_at = not leg.again_at, now + self._again
                 peer = self._peers.get(leg.peer)
                 if peer is not None and (is_first or peer.health is not Health.DEAD):
@@ -90,5 +90,6 @@ class Asking:
             session=self._attach.session,
             number=self.number,
             reason=receiver.over_because,
+            is_served=receiver.is_served,
         )
         self._outbox.append(Tell(peer.endpoint, message))

@@ -27,6 +27,18 @@ class TellStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class TellFirsts:
+    """The first token of each of its sequences is drawn; to be told before the last blocks."""
+
+    room: int
+    attempt: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tops: bytes = b""  # `messages.pack_tops` of `tokens`
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SendBlocks:
     """`blocks` hold the prompt's blocks `first_block`..; `last` goes into the slot after them."""
 
@@ -65,18 +77,29 @@ class AdmitReceiver:
     prompt_tokens: int
     prompt_hash: bytes
     deadline: float
+    sequences: int = 1  # so many first tokens are told ...
+    top_logprobs: int = 0  # ... each with the likeliest ones beside it
+
+    @property
+    def needs_firsts(self) -> bool:
+        """Whether the slot, which holds one token and no more, is not enough."""
+        return self.sequences > 1 or self.top_logprobs > 0
 
 
 @dataclass(frozen=True, slots=True)
 class AbortReceiver:
+    """`is_served`: the answer has ended well, so that the prefill side has nothing to mend."""
+
     room: int
     attempt: int
     reason: str
+    is_served: bool = False
 
 
 TransferCommand: TypeAlias = (
     ExpectHandshakes
     | TellStarted
+    | TellFirsts
     | SendBlocks
     | AbortSend
     | OpenReceiver

@@ -49,6 +49,18 @@ class PromptStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """The first token of each sequence, ahead of the KV; told once at most, before Received."""
+
+    room: int
+    attempt: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tops: bytes = b""  # `messages.pack_tops` of `tokens`
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """All required slots are valid: the KV is here. Nothing of this attempt is written later."""
 
@@ -111,6 +123,7 @@ class SendEnded:
 TransferEvent: TypeAlias = (
     ReceiverReady
     | PromptStarted
+    | FirstTokens
     | Received
     | ReceiveFailed
     | Quiet

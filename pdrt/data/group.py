@@ -19,10 +19,12 @@ from pdrt.data.commands import (
     ExpectHandshakes,
     OpenReceiver,
     SendBlocks,
+    TellFirsts,
     TellStarted,
     TransferCommand,
 )
 from pdrt.data.events import (
+    FirstTokens,
     PromptStarted,
     Quiet,
     Received,
@@ -86,7 +88,9 @@ class Group:
         if self._size > 1 and not self._book(key, command):
             self.events.append(Quiet(*key))
             return
-        self.orders.extend((rank, command) for rank in range(self._size))
+        # First tokens are drawn by tp 0 and heard by tp 0: no other rank has a part in them.
+        ranks = 1 if isinstance(command, TellFirsts) else self._size
+        self.orders.extend((rank, command) for rank in range(ranks))
 
     def _book(self, key: Key, command: TransferCommand) -> bool:
         """False for the admission of what has failed: no rank was told the blocks, none will be."""
@@ -105,7 +109,7 @@ class Group:
             case AbortReceiver():
                 if receive := self._receives.get(key):
                     self._end(key, receive)
-            case TellStarted() | SendBlocks():
+            case TellStarted() | TellFirsts() | SendBlocks():
                 pass
             case _:
                 assert_never(command)
@@ -160,7 +164,7 @@ class Group:
     def _of_receive(
         self,
         rank: int,
-        event: ReceiverReady | PromptStarted | Received | ReceiveFailed | Quiet,
+        event: ReceiverReady | PromptStarted | FirstTokens | Received | ReceiveFailed | Quiet,
         key: Key,
         receive: _Receive,
     ) -> None:
@@ -173,6 +177,9 @@ class Group:
                 if not receive.has_started and not receive.is_over:
                     self.events.append(event)
                 receive.has_started = True
+            case FirstTokens():
+                if rank == 0 and not receive.is_over:
+                    self.events.append(event)
             case Received():
                 receive.records[rank] = event.record
                 self._received(rank, key, receive)

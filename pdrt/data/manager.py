@@ -27,6 +27,7 @@ from pdrt.data.commands import (
     ExpectHandshakes,
     OpenReceiver,
     SendBlocks,
+    TellFirsts,
     TellStarted,
     TransferCommand,
 )
@@ -213,6 +214,8 @@ class KVTransferManager:
                 self._sending.expect(Sender(room, attempt, tokens, prompt_hash, deadline))
             case TellStarted(room, attempt):
                 self._sending.started((room, attempt))
+            case TellFirsts():
+                self._sending.tell_firsts(command)
             case SendBlocks():
                 self._sending.send(command, self.clock())
             case AbortSend(room, attempt, problem):
@@ -225,8 +228,8 @@ class KVTransferManager:
                     self._cells.wipe(command.blocks)
                 self._receiving.admit(command, self.clock(), self.wall())
                 self._is_expecting.set()
-            case AbortReceiver(room, attempt, reason):
-                self._receiving.abort((room, attempt), reason, self.clock())
+            case AbortReceiver():
+                self._receiving.abort(command, self.clock())
             case _:
                 assert_never(command)
         self._carry_out()

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import assert_never
 
+from pdrt.data import firsts
 from pdrt.data.aftermath import Aftermath, route_wish
 from pdrt.data.asking import Asking
 from pdrt.data.checksums import Corrupt
-from pdrt.data.commands import AdmitReceiver
+from pdrt.data.commands import AbortReceiver, AdmitReceiver
 from pdrt.data.events import (
     PromptStarted,
     Quiet,
@@ -112,6 +113,7 @@ class Receivers:
     def _reserve(self, receiver: Receiver, admitted: AdmitReceiver, expires: float) -> None:
         receiver.deadline = admitted.deadline
         receiver.row = admitted.slot
+        firsts.expect(receiver, admitted, self._me.rank)
         receiver.handshake = self._landing.handshake(receiver, admitted, expires)
         for leg in receiver.legs.values():
             if peer := self.peers.get(leg.peer):
@@ -121,11 +123,12 @@ class Receivers:
         self._landing.expect(receiver, admitted.prompt_tokens)
         self.outbox.append(Admit(receiver.key, self._landing.areas(receiver, admitted)))
 
-    def abort(self, key: Key, reason: str, now: float) -> None:
+    def abort(self, unwanted: AbortReceiver, now: float) -> None:
         """The scheduler does not want it any more."""
+        key = unwanted.room, unwanted.attempt
         receiver = self.rooms.get(key)
         if receiver is not None:
-            self._feed(receiver, Withdrawn(reason), now)
+            self._feed(receiver, Withdrawn(unwanted.reason, unwanted.is_served), now)
         elif self._past.get(key) is State.DONE:  # received while the scheduler gave it up
             del self._past[key]
             self.events.append(Quiet(*key))
@@ -191,14 +194,16 @@ class Receivers:
             is_late = (message.room, message.attempt) in self._past  # its slot was faster
             self.counters["late_messages" if is_late else "dropped_unknown_attempt"] += 1
             return
-        is_accepting = isinstance(message, Accepted | Started | Progress)
+        is_accepting = isinstance(message, Accepted | Started | Firsts | Progress)
         if is_accepting and receiver.state is State.TRANSFERRING:
             self._asking.accepted(receiver, leg, now)
         match message:
-            case Accepted() | Firsts():
+            case Accepted():
                 pass
             case Started():
                 self._feed(receiver, PromptBegan(), now)
+            case Firsts():
+                self._heard_firsts(receiver, leg, message, now)
             case Progress():
                 self._progress(receiver, leg, message, now)
             case Failed():
@@ -208,8 +213,24 @@ class Receivers:
             case _:
                 assert_never(message)
 
+    def _heard_firsts(self, receiver: Receiver, leg: Leg, message: Firsts, now: float) -> None:
+        event = firsts.heard(receiver, leg, message)
+        if event is None:
+            self.counters["dropped_first_tokens"] += 1
+            return
+        if self._me.rank.tp == 0:
+            self.events.append(event)
+        if receiver.needs_firsts:
+            receiver.needs_firsts = False
+            self._settle(receiver, now)
+
     def _progress(self, receiver: Receiver, leg: Leg, progress: Progress, now: float) -> None:
         leg.done_bytes = max(leg.done_bytes, progress.done_bytes)
+        if progress.complete and receiver.needs_firsts and firsts.is_head(leg):
+            receiver.is_written = True
+            cause = f"prefill rank {leg.rank} is done and did not tell the first tokens"
+            self._break(receiver, TransferFailed, cause, now)
+            return
         is_waited_for = receiver.state is State.TRANSFERRING and leg.writes and leg.record is None
         if not progress.complete or not is_waited_for:
             return
@@ -247,8 +268,15 @@ class Receivers:
         writing = [other for other in receiver.legs.values() if other.writes]
         if cause := trouble(leg.rank, record, writing):
             self._break(receiver, TransferFailed, cause, now)
-        elif all(other.record is not None for other in writing):
-            self._arrived(receiver, record, now)
+        else:
+            self._settle(receiver, now)
+
+    def _settle(self, receiver: Receiver, now: float) -> None:
+        """Once all that was asked for has come: each writer's slot, and the first tokens."""
+        records = [leg.record for leg in receiver.legs.values() if leg.writes]
+        landed = [record for record in records if record is not None]
+        if landed and len(landed) == len(records) and not receiver.needs_firsts:
+            self._arrived(receiver, landed[-1], now)
 
     def _arrived(self, receiver: Receiver, record: SlotRecord, now: float) -> None:
         """All writers are done."""

@@ -12,9 +12,10 @@ from collections import Counter, deque
 from typing import assert_never
 
 from pdrt.data.chunks import write_of
-from pdrt.data.commands import SendBlocks
+from pdrt.data.commands import SendBlocks, TellFirsts
 from pdrt.data.early import Early, EarlyHandshakes
 from pdrt.data.events import SendEnded, SenderReady, SendFailed, TransferEvent
+from pdrt.data.firsts import FirstsTeller
 from pdrt.data.handshake import is_genuine
 from pdrt.data.limits import Limits, Patience
 from pdrt.data.openwrites import OpenWrite, OpenWrites
@@ -30,6 +31,7 @@ from pdrt.data.transfer import (
     Broke,
     ChunkGiven,
     DecodeLeft,
+    DecodeServed,
     Key,
     SayFailed,
     Sender,
@@ -76,6 +78,7 @@ class Senders:
         self.writes: Ledger[Key, int] = Ledger()
         self._open = OpenWrites(patience)
         self._voice = Voice(me.rank, self.outbox)
+        self._firsts = FirstsTeller(self._voice)
         self._outcomes: Past[Problem | None] = Past(limits.outcomes)
         self._last_write = 0
         self._leaving: Problem | None = None  # why nothing is begun any more
@@ -103,6 +106,12 @@ class Senders:
         if sender := self.rooms.get(key):
             for session in self._targets(sender):
                 self._voice.started(session, key)
+
+    def tell_firsts(self, firsts: TellFirsts) -> None:
+        """The first tokens are drawn: they go ahead of the blocks, and need not wait for any."""
+        sender = self.rooms.get((firsts.room, firsts.attempt))
+        if sender is not None and sender.state not in TERMINAL:
+            self._firsts.tell(sender, firsts, self._targets(sender))
 
     def send(self, chunk: SendBlocks, now: float) -> None:
         """A chunk is computed; the one with `last` ends the prompt."""
@@ -222,6 +231,7 @@ class Senders:
             self._voice.failed(session, sender.key, sender.problem)
         elif session.name in sender.targets:
             self._voice.accepted(session, sender.key)
+            self._firsts.repeat(session, sender)
         else:
             self._bind(sender, session, shake)
 
@@ -266,6 +276,8 @@ class Senders:
         is_target = sender is not None and session.name in sender.targets
         if sender is None:
             self._outcomes.remember(key, self._outcomes.get(key, problem))
+        elif is_target and abort.is_served:
+            self._feed(sender, DecodeServed())
         elif is_target or sender.state is State.BOOTSTRAPPING:
             self._feed(sender, DecodeLeft(problem, session.name))
         if not is_target:
@@ -342,6 +354,7 @@ class Senders:
         """It is over and no write of it is open: source and target may be reused."""
         del self.rooms[sender.key]
         self._outcomes.remember(sender.key, sender.problem)
+        self._firsts.forget(sender)
         self.counters[f"sends_{sender.state}"] += 1
         self.events.append(SendEnded(sender.room, sender.attempt, sender.problem))
         for session in self._targets(sender):
@@ -386,6 +399,7 @@ class Senders:
         """What was said at its end may have been lost."""
         problem = self._outcomes[key]
         if problem is None:
+            self._firsts.repeat_old(session, key)
             self._voice.progress(session, key, 0, complete=True)
         else:
             self._decline(session, key, problem)

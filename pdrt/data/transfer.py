@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from pdrt.data.commands import TellFirsts
 from pdrt.data.events import (
     PromptStarted,
     Quiet,
@@ -79,13 +80,20 @@ class DecodeLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeServed:
+    """The decode side needs no more of it: its answer has ended, well."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """Our scheduler does not compute it any more."""
 
     problem: Problem
 
 
-SendInput: TypeAlias = ShookHands | ChunkGiven | AllWritten | Broke | DecodeLeft | Stopped
+SendInput: TypeAlias = (
+    ShookHands | ChunkGiven | AllWritten | Broke | DecodeLeft | DecodeServed | Stopped
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +137,7 @@ class Sender:
     state: State = State.BOOTSTRAPPING
     targets: dict[str, Target] = field(default_factory=dict)
     is_last_given: bool = False
+    firsts: TellFirsts | None = None  # what was told of its first tokens
     given_bytes: int = 0
     done_bytes: int = 0
     problem: Problem | None = None
@@ -156,6 +165,10 @@ def _decode_left(s: Sender, e: DecodeLeft) -> Sequence[SendOutput]:
     ]
 
 
+def _decode_served(_s: Sender, _e: DecodeServed) -> Sequence[SendOutput]:
+    return [StopWrites()]
+
+
 def _stopped(s: Sender, e: Stopped) -> Sequence[SendOutput]:
     s.problem = e.problem
     return [SayFailed(e.problem), StopWrites()]
@@ -172,6 +185,7 @@ SEND: Table[State, Sender, SendOutput] = Table(
         (State.TRANSFERRING, AllWritten): Edge(State.DONE),
         **{(state, Broke): Edge(State.FAILED, _broke) for state in _LIVE},
         **{(state, DecodeLeft): Edge(State.ABORTED, _decode_left) for state in _LIVE},
+        **{(state, DecodeServed): Edge(State.ABORTED, _decode_served) for state in _LIVE},
         **{(state, Stopped): Edge(State.ABORTED, _stopped) for state in _LIVE},
     },
     ignored={
@@ -183,6 +197,7 @@ SEND: Table[State, Sender, SendOutput] = Table(
             AllWritten: "the last write ended although it was asked to stop",
             Broke: "it is over already",
             DecodeLeft: "it is over already",
+            DecodeServed: "it is over already",
             Stopped: "it is over already",
         }.items()
     },
@@ -220,9 +235,10 @@ class SlotsValid:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """Our scheduler does not want it any more."""
+    """Our scheduler does not want it any more; `is_served`: because it has all that it needs."""
 
     reason: str
+    is_served: bool = False
 
 
 ReceiveInput: TypeAlias = Resolved | Admitted | PromptBegan | SlotsValid | Broke | Withdrawn
@@ -273,10 +289,16 @@ class Receiver:
     row: int = -1  # of slots
     decode_ranks: int = 1  # that each of the legs waits for
     record: SlotRecord | None = None  # all agree on it; the KV is being verified
+    sequences: int = 1  # so many first tokens are told ...
+    top_logprobs: int = 0  # ... each with so many likeliest ones, at most
+    needs_firsts: bool = False  # the slot alone is not enough, and they were not told yet
+    has_firsts: bool = False
+    is_written: bool = False  # the prefill side says that it did its part
     has_started: bool = False
     again_at: float = 0.0  # when something we said is said again
     over_at: float = 0.0
     over_because: str = ""
+    is_served: bool = False
 
     @property
     def key(self) -> Key:
@@ -303,7 +325,11 @@ def _received(r: Receiver, e: SlotsValid) -> Sequence[ReceiveOutput]:
 
 
 def _failed(r: Receiver, e: Broke) -> Sequence[ReceiveOutput]:
-    return [ReceiveFailed(r.room, r.attempt, e.problem, was_written=r.record is not None)]
+    return [
+        ReceiveFailed(
+            r.room, r.attempt, e.problem, was_written=r.is_written or r.record is not None
+        )
+    ]
 
 
 def _failed_admitted(r: Receiver, e: Broke) -> Sequence[ReceiveOutput]:
@@ -312,7 +338,7 @@ def _failed_admitted(r: Receiver, e: Broke) -> Sequence[ReceiveOutput]:
 
 
 def _withdrawn(r: Receiver, e: Withdrawn) -> Sequence[ReceiveOutput]:
-    r.over_because = e.reason
+    r.over_because, r.is_served = e.reason, e.is_served
     return [SayAbort()]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 
+from pdrt.data.commands import TellFirsts
 from pdrt.data.outward import Outward, Tell
 from pdrt.data.sessions import Session
 from pdrt.data.transfer import Key
 from pdrt.messages import (
     Accepted,
     Failed,
+    Firsts,
     FromPrefill,
     Left,
     Problem,
@@ -18,6 +20,8 @@ from pdrt.messages import (
     Quiesced,
     Rank,
     Started,
+    pack_ids,
+    pack_logprobs,
 )
 
 
@@ -34,6 +38,19 @@ class Voice:
     def started(self, to: Session, key: Key) -> None:
         room, attempt = key
         self._say(to, Started(session=to.name, room=room, attempt=attempt, rank=self._rank))
+
+    def firsts(self, to: Session, told: TellFirsts) -> None:
+        message = Firsts(
+            session=to.name,
+            room=told.room,
+            attempt=told.attempt,
+            rank=self._rank,
+            tokens=pack_ids(told.tokens),
+            logprobs=pack_logprobs(told.logprobs),
+            tops=told.tops,
+            cached_tokens=told.cached_tokens,
+        )
+        self._say(to, message)
 
     def progress(self, to: Session, key: Key, done_bytes: int, complete: bool = False) -> None:
         message = Progress(

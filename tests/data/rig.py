@@ -10,9 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pdrt.data import outward as out
-from pdrt.data.commands import AdmitReceiver, SendBlocks
+from pdrt.data.commands import AbortReceiver, AdmitReceiver, SendBlocks, TellFirsts
 from pdrt.data.events import (
     SLOT_COMPLETE,
+    FirstTokens,
     PromptStarted,
     Quiet,
     Received,
@@ -133,17 +134,31 @@ class Rig:
             d.desk.open(Receiver(*key, SOURCE, 0, self.now + deadline))
             self.settle()
 
-    def admit(self, key: Key, tokens: int = 8, first_block: int = 0, deadline: float = 60) -> None:
+    def admit(
+        self,
+        key: Key,
+        tokens: int = 8,
+        first_block: int = 0,
+        deadline: float = 60,
+        sequences: int = 1,
+        top: int = 0,
+    ) -> None:
         for d in self.ds:
-            self.admit_at(d, key, tokens, first_block, deadline)
+            self.admit_at(d, key, tokens, first_block, deadline, sequences, top)
 
     def admit_at(
-        self, d: DecodeRank, key: Key, tokens: int, first_block: int = 0, deadline: float = 60
+        self,
+        d: DecodeRank,
+        key: Key,
+        tokens: int,
+        first_block: int = 0,
+        deadline: float = 60,
+        sequences: int = 1,
+        top: int = 0,
     ) -> None:
         blocks, row = d.books.take(key, blocks_for(tokens, LAYOUT.block_size) - first_block)
-        admitted = AdmitReceiver(
-            *key, tuple(blocks), first_block, row, tokens, b"h", self.now + deadline
-        )
+        due, wanted = self.now + deadline, tuple(blocks)
+        admitted = AdmitReceiver(*key, wanted, first_block, row, tokens, b"h", due, sequences, top)
         d.desk.admit(admitted, self.now, WALL + self.now)
         self.settle()
 
@@ -157,18 +172,24 @@ class Rig:
         p.desk.send(SendBlocks(*key, tuple(src), first_block, last), self.now)
         self.settle()
 
+    def tell_firsts(self, key: Key, tokens: tuple[int, ...] = (42,), tops: bytes = b"") -> None:
+        """The group's scheduler says it to its tp 0 alone."""
+        logprobs = (-0.5,) * len(tokens)
+        self.p.tell_firsts(TellFirsts(*key, tokens, logprobs, tops))
+        self.settle()
+
     def send_all(self, key: Key, tokens: int = 8) -> None:
         blocks = list(range(blocks_for(tokens, LAYOUT.block_size)))
         self.send(key, blocks, 0, record(key, tokens))
 
-    def abort_receive(self, key: Key) -> None:
+    def abort_receive(self, key: Key, is_served: bool = False) -> None:
         for d in self.ds:
-            self.abort_receive_at(d, key)
+            self.abort_receive_at(d, key, is_served)
 
-    def abort_receive_at(self, d: DecodeRank, key: Key) -> None:
+    def abort_receive_at(self, d: DecodeRank, key: Key, is_served: bool = False) -> None:
         if key in d.books.kept:
             d.quarantine.add(key)
-        d.desk.abort(key, "client_gone", self.now)
+        d.desk.abort(AbortReceiver(*key, "client_gone", is_served), self.now)
         self.settle()
 
     def abort_send(self, key: Key) -> None:
@@ -405,6 +426,10 @@ class Rig:
             case ReceiveFailed():
                 if key in d.books.kept:
                     d.quarantine.add(key)
+            case FirstTokens():
+                assert d.told["FirstTokens", key] == 1, "first tokens are told once"
+                assert d.tp == 0, "a follower has no scheduler"
+                assert not d.told["Received", key], "they go ahead of the KV"
             case ReceiverReady() | PromptStarted():
                 pass
             case SenderReady() | SendFailed() | SendEnded():

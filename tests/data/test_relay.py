@@ -14,10 +14,12 @@ from pdrt.data.commands import (
     ExpectHandshakes,
     OpenReceiver,
     SendBlocks,
+    TellFirsts,
     TellStarted,
     TransferCommand,
 )
 from pdrt.data.events import (
+    FirstTokens,
     PromptStarted,
     Quiet,
     Received,
@@ -40,16 +42,20 @@ RECORD = SlotRecord(LONG, 2, 1, 5, 3, 42, -0.25, (1, 2, 3))
 COMMANDS: list[TransferCommand] = [
     ExpectHandshakes(LONG, 2, 5, b"\x00\xff", 1e9),
     TellStarted(LONG, 2),
+    TellFirsts(LONG, 2, (7, 8), (-0.5, -1.5), b"tops", 3),
     SendBlocks(LONG, 2, MANY, 1, RECORD),
     SendBlocks(LONG, 2, (), 1),
     AbortSend(LONG, 2, PROBLEM),
     OpenReceiver(LONG, 2, Source(host="fe80::1", port=1, dp_rank=-1), 1e9),
     AdmitReceiver(LONG, 2, MANY, 0, 3, 5, b"hash", 1e9),
+    AdmitReceiver(LONG, 2, MANY, 0, 3, 5, b"hash", 1e9, sequences=4, top_logprobs=2),
+    AbortReceiver(LONG, 2, "served", is_served=True),
     AbortReceiver(LONG, 2, "client_gone"),
 ]
 EVENTS: list[TransferEvent] = [
     ReceiverReady(LONG, 2),
     PromptStarted(LONG, 2),
+    FirstTokens(LONG, 2, (7, 8), (-0.5, -1.5), b"tops", 3),
     Received(LONG, 2, RECORD),
     ReceiveFailed(LONG, 2, PROBLEM),
     Quiet(LONG, 2),

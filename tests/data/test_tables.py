@@ -16,6 +16,7 @@ from pdrt.data.transfer import (
     Broke,
     ChunkGiven,
     DecodeLeft,
+    DecodeServed,
     PromptBegan,
     ReceiveInput,
     Resolved,
@@ -44,7 +45,7 @@ RECEIVE_IMPOSSIBLE: Final = {
     (State.TRANSFERRING, Admitted),
     (State.DONE, Admitted),
 }
-FROM_OUTSIDE: Final = {Broke, DecodeLeft, Stopped, Withdrawn, PromptBegan}
+FROM_OUTSIDE: Final = {Broke, DecodeLeft, DecodeServed, Stopped, Withdrawn, PromptBegan}
 
 
 @pytest.mark.parametrize("state", State)

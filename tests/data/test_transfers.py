@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pdrt.data import outward as out
+from pdrt.data.commands import AbortReceiver
 from pdrt.data.events import (
     PromptStarted,
     Quiet,
@@ -309,7 +310,7 @@ def test_an_abort_that_crosses_with_the_slot_is_answered_once() -> None:
     rig.land_all()
     rig.d.scan(rig.now)  # Received waits to be read
     rig.ds[0].quarantine.add(A)
-    rig.d.abort(A, "client_gone", rig.now)
+    rig.d.abort(AbortReceiver(*A, "client_gone"), rig.now)
     rig.settle()
     assert kinds(rig).count("Quiet") == 1
     assert len(rig.ds[0].books.free) == 32
@@ -1011,7 +1012,7 @@ def test_a_session_cannot_be_taken_over() -> None:
     ("change", "text"),
     [
         ({"layout": replace(LAYOUT, block_size=8)}, "block_size: 4 here, 8 there"),
-        ({"protocol": 99}, "protocol 99 there, 2 here"),
+        ({"protocol": 99}, "protocol 99 there, 3 here"),
         ({"region": replace(attach().region, size=100)}, "larger than its memory"),
     ],
 )

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pdrt.data.events import ReceiverReady
 from pdrt.data.limits import Limits
 from pdrt.data.transfer import TERMINAL, Key, Receiver, Sender, State
+from pdrt.messages import pack_tops
 from tests.data.ranks import DecodeRank, PrefillRank, Shape
 from tests.data.rig import PROBLEM, Rig, record
 
@@ -29,7 +30,12 @@ SHAPES: Final = [
     Shape(2, 2, heads=2, writers=3),
     Shape(2, 2, heads=1),
 ]
+SEQUENCES: Final = [(1, 0), (2, 0), (1, 1)]  # of a request, and the likeliest tokens beside each
 WAYS: Final = [("shm",), ("tcp",), ("shm", "tcp")]
+
+
+def sequences_of(key: Key) -> tuple[int, int]:
+    return SEQUENCES[key[0] % len(SEQUENCES)]
 
 
 class World:
@@ -84,7 +90,8 @@ class World:
             if is_over or key in d.books.kept or key not in d.desk.rooms:
                 continue
             if len(d.books.free) >= BLOCKS and d.books.slots:
-                self.rig.admit_at(d, key, TOKENS, first_block)
+                sequences, top = sequences_of(key)
+                self.rig.admit_at(d, key, TOKENS, first_block, sequences=sequences, top=top)
                 return
 
     def goes_as_far_as_transfer(self, first_block: int, _b: int) -> None:
@@ -107,7 +114,14 @@ class World:
             done = self.computed[p.tp, key]
             end = self.computed[p.tp, key] = min(BLOCKS, done + 1 + size % 3)
             last = record(key, TOKENS) if end == BLOCKS else None
+            if last is not None and p.tp == 0:
+                self.tell_firsts(key)
             self.rig.send_at(p, key, list(range(done, end)), done, last)
+
+    def tell_firsts(self, key: Key) -> None:
+        count, top = sequences_of(key)
+        tops = pack_tops([((42, -0.5),)] * count) if top else b""
+        self.rig.tell_firsts(key, (42,) * count, tops)
 
     def all_prefill_ranks_compute(self, size: int, _b: int) -> None:
         for _ in self.rig.ps:
@@ -118,7 +132,7 @@ class World:
     def decode_aborts(self, pick: int, rank: int) -> None:
         d = self.decode(rank)
         if keys := list(d.desk.rooms):
-            self.rig.abort_receive_at(d, keys[pick % len(keys)])
+            self.rig.abort_receive_at(d, keys[pick % len(keys)], is_served=rank > 3)
 
     def prefill_aborts(self, pick: int, rank: int) -> None:
         p = self.prefill(rank)
@@ -289,6 +303,13 @@ class SeveralPeers(RuleBasedStateMachine):
     def what_is_let_in_is_kept_for_it(self) -> None:
         for d in self.rig.ds:
             assert d.admitted.keys() <= d.books.kept.keys()
+
+    @invariant()
+    def what_the_slot_cannot_hold_is_told_before_the_kv_is_said_to_be_here(self) -> None:
+        d = self.rig.ds[0]
+        for (kind, key), times in d.told.items():
+            if kind == "Received" and times and sequences_of(key) != (1, 0):
+                assert d.told["FirstTokens", key] == 1
 
     @invariant()
     def sources_are_pinned_while_they_are_read(self) -> None:
