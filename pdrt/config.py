@@ -49,6 +49,7 @@ class ModelSection(Section):
     name: str = ""  # what clients call it; empty: the directory's name
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: Annotated[int, Field(ge=0)] = 0  # 0: the model's own limit
+    backend: Literal["auto", "native", "transformers"] = "auto"  # auto: native where there is one
 
 
 class DeviceSection(Section):
@@ -109,7 +110,7 @@ class SchedulerSection(Section):
     max_prefill_tokens: Annotated[int, Field(ge=1)] = 512  # chunk size
     num_reserved_decode_tokens: Annotated[int, Field(ge=1)] = 64
     max_waiting: Positive = 1024  # beyond: 429
-    prefix_cache: Literal[False] = False
+    prefix_cache: bool = True
     retraction: Literal["reprefill", "local"] = "reprefill"
 
 

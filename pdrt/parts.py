@@ -68,6 +68,7 @@ def scheduler(spec: WorkerSpec, runner: Runner, blocks: int) -> AnyScheduler:
         max_waiting=config.max_waiting,
         retraction=config.retraction,
         chunked=transfer.chunked,
+        prefix_cache=config.prefix_cache,
         rebind_grace_s=spec.config.timeouts.rebind_grace_s,
     )
     match spec.role:

@@ -1,16 +1,19 @@
 """Who is let in: the admission formula, and ageing so that nobody waits for ever.
 
 Admit when `ceil((prompt + R) / B) <= free - sum of ceil(R / B)` over those that hold memory, with
-R = reserved tokens, for each request no more than it may still say. A request that does not fit is
-passed by, but only so often: then it is waited for. One that comes back is never passed by.
+R = reserved tokens, for each request no more than it may still say. Blocks of a cached prefix that
+others own already are not needed again: they are taken off the left side. One that nobody owns is
+counted in `free`, so that it is needed like any other. A request that does not fit is passed by,
+but only so often: then it is waited for. One that comes back is never passed by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from pdrt.data.layout import blocks_for
+from pdrt.sched.blocks import BlockPool
 from pdrt.sched.limits import Limits
 from pdrt.sched.request import Request, State
 
@@ -31,8 +34,15 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True)
+class Grant:
+    request: Request
+    blocks: int  # for all its tokens
+    hit: tuple[int, ...]  # of these the first, which hold what they should already
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
-    granted: tuple[tuple[Request, int], ...] = ()  # each with the blocks for its tokens
+    granted: tuple[Grant, ...] = ()
     overtaken: tuple[Request, ...] = ()  # once for each later request that was granted
 
 
@@ -41,17 +51,27 @@ def reserve(request: Request, limits: Limits) -> int:
     return blocks_for(min(limits.reserved_tokens, request.left), limits.block_size)
 
 
-def admit(line: Iterable[Request], space: Space, limits: Limits) -> Admission:
-    """First come, first served, except past those that do not fit yet."""
-    granted: list[tuple[Request, int]] = []
+def hit(request: Request, pool: BlockPool, limits: Limits) -> tuple[int, ...]:
+    """Blocks that hold its leading tokens. The last token is always computed, to draw from."""
+    if not limits.prefix_cache:
+        return ()
+    most = (len(request.tokens) - 1) // limits.block_size
+    return pool.cache.find(request.chain.keys(request.tokens, most, limits.block_size))
+
+
+def admit(line: Iterable[Request], space: Space, limits: Limits, pool: BlockPool) -> Admission:
+    """First come, first served, except past those that do not fit yet. `pool` is only read."""
+    granted: list[Grant] = []
     overtaken: list[Request] = []
     passed: list[Request] = []
     patience = limits.patience
+    woken: set[int] = set()  # blocks without an owner that somebody is granted here
     for request in line:
         if space.is_spent or patience <= 0:
             break
-        if _fits(request, space, limits):
-            granted.append((request, _grant(request, space, limits)))
+        if grant := _fitting(request, space, limits, pool, woken):
+            granted.append(grant)
+            woken.update(grant.hit)
             overtaken += passed
             patience -= bool(passed)
         elif request.is_returning:
@@ -62,18 +82,36 @@ def admit(line: Iterable[Request], space: Space, limits: Limits) -> Admission:
     return Admission(tuple(granted), tuple(overtaken))
 
 
-def _fits(request: Request, space: Space, limits: Limits) -> bool:
-    ways = space.prefill_tokens if request.state is State.QUEUED else space.slots
-    tokens = len(request.tokens) + min(limits.reserved_tokens, request.left)
-    return ways > 0 and blocks_for(tokens, limits.block_size) <= space.blocks
-
-
-def _grant(request: Request, space: Space, limits: Limits) -> int:
-    blocks = blocks_for(len(request.tokens), limits.block_size)
-    space.blocks -= blocks + reserve(request, limits)
+def _fitting(
+    request: Request, space: Space, limits: Limits, pool: BlockPool, woken: Set[int]
+) -> Grant | None:
+    """What it is granted, taken out of `space`; None when that is not enough."""
+    is_queued = request.state is State.QUEUED
+    if (space.prefill_tokens if is_queued else space.slots) <= 0:
+        return None
+    tokens = len(request.tokens)
+    needed = blocks_for(tokens + min(limits.reserved_tokens, request.left), limits.block_size)
+    if not _may_share(request, needed - space.blocks, limits, pool):
+        return None
+    found = hit(request, pool, limits)
+    shared = sum(1 for block in found if block in woken or pool.owners(block))
+    if needed - shared > space.blocks:
+        return None
+    blocks = blocks_for(tokens, limits.block_size)
+    space.blocks -= blocks - shared + reserve(request, limits)
     space.requests -= 1
-    if request.state is State.QUEUED:
-        space.prefill_tokens -= len(request.tokens)
+    if is_queued:
+        space.prefill_tokens -= tokens - len(found) * limits.block_size
     else:
         space.slots -= 1
-    return blocks
+    return Grant(request, blocks, found)
+
+
+def _may_share(request: Request, count: int, limits: Limits, pool: BlockPool) -> bool:
+    """Whether so many of its blocks can be found at all: cheap, for those that wait for long."""
+    if count <= 0:
+        return True
+    if not limits.prefix_cache or count > (len(request.tokens) - 1) // limits.block_size:
+        return False
+    keys = request.chain.keys(request.tokens, count, limits.block_size)
+    return pool.cache.has(keys[-1])

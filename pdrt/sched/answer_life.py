@@ -40,16 +40,18 @@ Ending: TypeAlias = Cancelled | Failed | AttemptRefused
 
 
 def _run(r: Request, e: Granted) -> Effects:
-    r.blocks, r.overtaken = list(e.blocks), 0
+    r.blocks, r.overtaken, r.first_block = list(e.blocks), 0, 0
+    r.computed = r.cached_tokens = e.cached_tokens
     return ()
 
 
 def _admit(r: Request, e: Granted) -> Effects:
     assert e.slot is not None
     r.blocks, r.slot, r.overtaken, r.is_quiet = list(e.blocks), e.slot, 0, False
-    digest = prompt_hash(r.packed())
+    r.computed, r.first_block = e.cached_tokens, e.hit
+    wanted, digest = e.blocks[e.hit :], prompt_hash(r.packed())
     return [
-        AdmitReceiver(r.room, r.attempt, e.blocks, 0, e.slot, len(r.tokens), digest, r.deadline)
+        AdmitReceiver(r.room, r.attempt, wanted, e.hit, e.slot, len(r.tokens), digest, r.deadline)
     ]
 
 
@@ -59,14 +61,18 @@ def _grow(r: Request, e: Grown) -> Effects:
 
 
 def _part(r: Request, _event: object = None) -> Effects:
-    """Let go of all it holds: freed when nobody else can write it, else held for its attempt."""
+    """Let go of all it holds: freed when nobody else can write it, else held for its attempt.
+
+    What it shares is never written, whatever becomes of the attempt.
+    """
     blocks, slot = tuple(r.blocks), r.slot
     r.blocks, r.slot, r.computed = [], None, 0
     if not blocks:
         return ()
     if slot is None or r.is_quiet:
         return [Free(blocks, slot)]
-    return [Hold(r.room, r.attempt, blocks, slot)]
+    first = r.first_block
+    return [Free(blocks[:first]), Hold(r.room, r.attempt, blocks[first:], slot)]
 
 
 def _give_slot(r: Request) -> Effects:

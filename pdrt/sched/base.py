@@ -48,7 +48,7 @@ class Scheduler:
         max_held: int | None = None,
     ) -> None:
         self.limits = limits
-        self.book = Book(ANSWER, blocks, slots)
+        self.book = Book(ANSWER, limits, blocks, slots)
         self._eos = frozenset(eos)
         self._max_held = max_held or limits.max_batch_size
 
@@ -105,7 +105,8 @@ class Scheduler:
         """Decide and reserve the next step. An empty batch means: wait for an event or timer."""
         book = self.book
         expired = book.expire(now)
-        fitting = fit(book.queues[State.RUNNING].values(), book.blocks.free, self.limits)
+        runners, free = book.queues[State.RUNNING].values(), book.blocks.free
+        fitting = fit(runners, free, book.blocks.owners, self.limits)
         for request in fitting.retract:
             self._retract(request)
         for request in fitting.grow:
@@ -113,8 +114,8 @@ class Scheduler:
             assert blocks is not None
             book.move(request, Grown(blocks))
         granted = [] if fitting.retract else self._admit(fitting.step)
-        runners = [*fitting.step, *(r for r in granted if r.state is State.RUNNING)]
-        batch = steps(runners[: self.limits.max_batch_size], self.limits)
+        steppers = [*fitting.step, *(r for r in granted if r.state is State.RUNNING)]
+        batch = steps(steppers[: self.limits.max_batch_size], self.limits)
         return book.opened(Plan(batch, len(granted), len(fitting.retract), expired))
 
     def commit(self, plan: Plan, drawn: Sequence[Drawn], _now: float) -> None:
@@ -122,12 +123,16 @@ class Scheduler:
         self.book.counters["prompt_tokens_computed"] += plan.prompt_tokens
         for request, step, one in self.book.results(plan, drawn):
             if one is None:
-                self.book.move(request, Computed(step.start + len(step.tokens)))
+                end = step.start + len(step.tokens)
+                self.book.learn(request, end)
+                self.book.move(request, Computed(end))
             else:
-                self.say(request, one.token, one.logprob)
+                cached = 0 if request.said else request.cached_tokens
+                self.say(request, one.token, one.logprob, cached)
 
     def say(self, request: Request, token: int, logprob: float, cached_tokens: int = 0) -> None:
-        """Its next token, which may be its last."""
+        """Its next token, which may be its last; the KV of those before is there."""
+        self.book.learn(request, len(request.tokens))
         finish = request.finish_with(token)
         if finish is None:
             self.book.move(request, TokenOut(token, logprob, cached_tokens))
@@ -152,4 +157,4 @@ class Scheduler:
             requests=self._max_held - held,
             prefill_tokens=prefill_budget(running, limits),
         )
-        return book.admit(space, limits)
+        return book.admit(space)

@@ -15,12 +15,12 @@ from pdrt.device.batch import Drawn, SeqStep
 from pdrt.errors import Conflict, DeadlinePassed, Draining, Illegal, Overloaded, tree
 from pdrt.machine import Table
 from pdrt.messages import Problem, Submit
-from pdrt.sched.admission import Space, admit
+from pdrt.sched.admission import Grant, Space, admit
 from pdrt.sched.blocks import BlockPool, Held, Quarantine
 from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
 from pdrt.sched.events import Failed, Granted
 from pdrt.sched.limits import Limits
-from pdrt.sched.plan import Plan, bad_logits
+from pdrt.sched.plan import Plan, bad_logits, sendable
 from pdrt.sched.queues import Line, Timers
 from pdrt.sched.request import Request, State
 
@@ -48,9 +48,13 @@ class Book:
     """Requests of one table, with the blocks and slots they hold."""
 
     def __init__(
-        self, table: Table[State, Request, Effect | Booking], blocks: int, slots: int
+        self,
+        table: Table[State, Request, Effect | Booking],
+        limits: Limits,
+        blocks: int,
+        slots: int,
     ) -> None:
-        self._table = table
+        self._table, self._limits = table, limits
         self.blocks = BlockPool(blocks)
         self.slots = BlockPool(slots)
         self.quarantine = Quarantine()
@@ -110,17 +114,43 @@ class Book:
         for effect in effects:
             self._carry_out(effect)
 
-    def admit(self, space: Space, limits: Limits) -> list[Request]:
+    def admit(self, space: Space) -> list[Request]:
         """Give those in line the memory that they wait for, as far as there is space."""
-        admission = admit(self.line, space, limits)
+        admission = admit(self.line, space, self._limits, self.blocks)
         for request in admission.overtaken:
             request.overtaken += 1
-        for request, count in admission.granted:
-            blocks = self.blocks.take(count)
-            slot = self.slots.take(1) if request.state is State.WAITING else None
-            assert blocks is not None
-            self.move(request, Granted(blocks, slot[0] if slot else None))
-        return [request for request, _count in admission.granted]
+        for grant in admission.granted:
+            self.blocks.share(grant.hit)  # all of them, before a new block takes the place of one
+        for grant in admission.granted:
+            self._grant(grant)
+        return [grant.request for grant in admission.granted]
+
+    def _grant(self, grant: Grant) -> None:
+        request, size = grant.request, self._limits.block_size
+        blocks = self.blocks.take(grant.blocks - len(grant.hit))
+        slot = self.slots.take(1) if request.state is State.WAITING else None
+        assert blocks is not None
+        cached = len(grant.hit) * size
+        self.counters["prefix_tokens_asked"] += len(request.tokens)
+        self.counters["prefix_tokens_hit"] += cached
+        granted = Granted(
+            blocks=(*grant.hit, *blocks),
+            slot=slot[0] if slot else None,
+            hit=len(grant.hit),
+            cached_tokens=cached,
+            sendable=sendable(cached, 0, self._limits),
+        )
+        self.move(request, granted)
+
+    def learn(self, request: Request, tokens: int) -> None:
+        """The KV of its first `tokens` tokens is there: full blocks can be found from now on."""
+        size = self._limits.block_size
+        first, end = request.computed // size, tokens // size
+        if first == end or not self._limits.prefix_cache:
+            return
+        keys = request.chain.keys(request.tokens, end, size)
+        for key, block in zip(keys[first:], request.blocks[first:end], strict=True):
+            self.blocks.cache.register(key, block)
 
     def expire(self, now: float) -> int:
         """End what is past its time, in whatever state it waits; how many that were."""
@@ -152,6 +182,7 @@ class Book:
             if request is None:
                 self.counters["late"] += 1
             elif one is not None and (problem := bad_logits(one)):
+                self.blocks.forget(request.blocks)  # the damage may be in any of them
                 self.move(request, Failed(problem))
             else:
                 yield request, step, one
@@ -215,6 +246,6 @@ class Book:
             blocks_quarantined=self.quarantine.blocks,
             slots_used=self.slots.used,
             rooms=len(self.rooms),
-            counters=dict(self.counters),
+            counters={**self.counters, "prefix_blocks_evicted": self.blocks.cache.evicted},
             draining=self.is_draining,
         )

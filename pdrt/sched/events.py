@@ -50,10 +50,16 @@ Order: TypeAlias = Cancelled | Rebound | ResumeLocally
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Memory for all its tokens; a slot too when they come from elsewhere."""
+    """Memory for all its tokens; a slot too when they come from elsewhere.
+
+    The first `hit` blocks hold `cached_tokens` tokens' KV already; they are shared, read only.
+    """
 
     blocks: tuple[int, ...]
     slot: int | None = None
+    hit: int = 0
+    cached_tokens: int = 0
+    sendable: int = 0  # prefill: leading blocks that may leave at once
 
 
 @dataclass(frozen=True, slots=True)

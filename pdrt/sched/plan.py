@@ -7,7 +7,8 @@ breath. The promise: as long as something runs that can have its block, somethin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pdrt.device.batch import Draw, Drawn, SeqStep
@@ -41,16 +42,18 @@ class Fit:
     retract: tuple[Request, ...]
 
 
-def fit(running: Iterable[Request], free: int, limits: Limits) -> Fit:
+def fit(running: Iterable[Request], free: int, owners: Callable[[int], int], limits: Limits) -> Fit:
     """Take blocks back from the cheapest until the others can all grow; never from the last."""
     keep, retract = list(running), list[Request]()
+    given = Counter[int]()  # a block is free when each of its owners gave it
     batch = keep[: limits.max_batch_size]
     grow = [r for r in batch if _lacks_block(r, limits)]
     while len(grow) > free and len(keep) > 1:
         victim = min(keep, key=_cost)
         keep.remove(victim)
         retract.append(victim)
-        free += len(victim.blocks)
+        given.update(victim.blocks)
+        free += sum(1 for block in victim.blocks if given[block] == owners(block))
         batch = keep[: limits.max_batch_size]
         grow = [r for r in batch if _lacks_block(r, limits)]
     if len(grow) > free:  # the last one: others still hold what it needs, and will let go

@@ -45,7 +45,7 @@ class PrefillDisaggScheduler:
 
     def __init__(self, limits: Limits, blocks: int) -> None:
         self.limits = replace(limits, reserved_tokens=0)  # a prompt does not grow
-        self.book = Book(PREFILL, blocks, 0)
+        self.book = Book(PREFILL, self.limits, blocks, 0)
 
     @property
     def outbox(self) -> deque[Effect]:
@@ -128,15 +128,16 @@ class PrefillDisaggScheduler:
             requests=self.limits.max_batch_size - len(running),
             prefill_tokens=prefill_budget(running.values(), self.limits),
         )
-        return len(book.admit(space, self.limits))
+        return len(book.admit(space))
 
     def commit(self, plan: Plan, drawn: Sequence[Drawn], _now: float) -> None:
         """Hand over what the device computed for those that are still there."""
         computed = sum(len(step.tokens) for step in plan.batch)
         self.book.counters["prompt_tokens_computed"] += computed
         for request, step, one in self.book.results(plan, drawn):
+            end = step.start + len(step.tokens)
+            self.book.learn(request, end)
             if one is None:
-                end = step.start + len(step.tokens)
                 self.book.move(request, Computed(end, sendable(end, request.sent, self.limits)))
             else:
                 self.book.move(request, Prefilled(one.token, one.logprob))

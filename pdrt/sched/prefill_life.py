@@ -34,11 +34,6 @@ def _meet(r: Request, e: SenderReady) -> Effects:
     return ()
 
 
-def _start(r: Request, e: Granted) -> Effects:
-    r.blocks, r.overtaken = list(e.blocks), 0
-    return [TellStarted(r.room, r.attempt)]
-
-
 def _send(r: Request, upto: int, last: SlotRecord | None) -> Effects:
     first = max(r.sent, r.first_block)
     blocks = tuple(r.blocks[first:upto])
@@ -46,6 +41,12 @@ def _send(r: Request, upto: int, last: SlotRecord | None) -> Effects:
     if not blocks and last is None:
         return ()
     return [SendBlocks(r.room, r.attempt, blocks, first, last)]
+
+
+def _start(r: Request, e: Granted) -> Effects:
+    r.blocks, r.overtaken = list(e.blocks), 0
+    r.computed = r.cached_tokens = e.cached_tokens
+    return [TellStarted(r.room, r.attempt), *_send(r, e.sendable, None)]
 
 
 def _send_chunk(r: Request, e: Computed) -> Effects:
@@ -60,7 +61,7 @@ def _send_last(r: Request, e: Prefilled) -> Effects:
         attempt=r.attempt,
         status=SLOT_COMPLETE,
         kv_len=r.computed,
-        cached_tokens=0,
+        cached_tokens=min(r.cached_tokens, r.prompt_tokens),
         token=e.token,
         logprob=e.logprob,
     )

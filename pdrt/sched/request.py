@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from pdrt.errors import BadMessage, BadRequest
 from pdrt.messages import Finish, Problem, Sampling, Source, Submit, pack_ids, unpack_ids
+from pdrt.sched.prefix import Chain
 
 
 class State(StrEnum):
@@ -42,7 +43,8 @@ class Request:
     blocks: list[int] = field(default_factory=list)  # replaced, never emptied: a step may read it
     slot: int | None = None
     computed: int = 0  # leading tokens whose KV is in `blocks`
-    first_block: int = 0  # prefill: the receiver holds the blocks before
+    cached_tokens: int = 0  # of `computed`, those that were found computed already
+    first_block: int = 0  # the receiver (prefill: the other side) holds the blocks before
     sent: int = 0  # prefill: leading blocks that were handed to the transport
     overtaken: int = 0  # how often a later request was admitted before this one
     is_returning: bool = False  # lost what it held through no fault of its own: first in line
@@ -50,6 +52,7 @@ class Request:
     is_quiet: bool = False  # nobody can write its blocks any more
     lost_until: float = 0.0  # unbound: how long another prefill is waited for
     problem: Problem | None = None  # unbound: what happened to the last one
+    chain: Chain = field(default_factory=Chain)
     story: deque[str] = field(default_factory=lambda: deque(maxlen=64))
 
     @property
@@ -116,4 +119,5 @@ def from_submit(submit: Submit, key: int, eos: Collection[int], now: float) -> R
         stops=frozenset(sampling.stop_token_ids).union(ends),
         deadline=now + submit.time_left,
         source=submit.source,
+        chain=Chain(submit.salt),
     )

@@ -130,7 +130,10 @@ class Pair:
         if target is None:
             return  # decode left; the source is let go all the same
         for i, block in enumerate(effect.blocks, effect.first_block):
-            self.decode.device.pool[target.blocks[i]] = list(self.prefill.device.pool[block])
+            if i < target.first_block:
+                continue  # another rank wants it
+            place = target.blocks[i - target.first_block]
+            self.decode.device.pool[place] = list(self.prefill.device.pool[block])
         if effect.last is not None:
             del self._admitted[key]
             self._expected.discard(key)

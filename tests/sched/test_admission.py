@@ -7,6 +7,7 @@ import pytest
 from pdrt.data.layout import blocks_for
 from pdrt.messages import Sampling
 from pdrt.sched.admission import Space, admit, reserve
+from pdrt.sched.blocks import BlockPool
 from pdrt.sched.limits import Limits
 from pdrt.sched.request import Request, State
 
@@ -34,7 +35,7 @@ def space(blocks: int, *, slots: int = 99, requests: int = 99) -> Space:
 
 
 def granted(line: list[Request], free: Space) -> list[int]:
-    return [r.key for r, _ in admit(line, free, LIMITS).granted]
+    return [g.request.key for g in admit(line, free, LIMITS, BlockPool(0)).granted]
 
 
 @pytest.mark.parametrize("prompt", [1, 3, 4, 5, 13])
@@ -50,8 +51,8 @@ def test_admission_is_the_formula(prompt: int, n: int) -> None:
 
 def test_blocks_are_granted_for_the_tokens_and_reserved_for_the_rest() -> None:
     free = space(20)
-    admission = admit([waiting(1, 5)], free, LIMITS)
-    assert admission.granted[0][1] == 2
+    admission = admit([waiting(1, 5)], free, LIMITS, BlockPool(0))
+    assert admission.granted[0].blocks == 2
     assert free.blocks == 20 - 2 - 2
 
 
@@ -62,8 +63,8 @@ def test_no_more_is_reserved_than_a_request_may_still_say() -> None:
 
 def test_a_large_head_is_passed_by_and_ages_once_for_each_that_passes() -> None:
     large = waiting(1, 100)
-    admission = admit([large, waiting(2, 1), waiting(3, 1)], space(12), LIMITS)
-    assert [r.key for r, _ in admission.granted] == [2, 3]
+    admission = admit([large, waiting(2, 1), waiting(3, 1)], space(12), LIMITS, BlockPool(0))
+    assert [g.request.key for g in admission.granted] == [2, 3]
     assert admission.overtaken == (large, large)
 
 
@@ -82,8 +83,8 @@ def test_patience_is_counted_over_rounds() -> None:
 
 def test_those_before_a_large_request_do_not_age_it() -> None:
     large = waiting(9, 100)
-    admission = admit([waiting(1, 1), waiting(2, 1), large], space(12), LIMITS)
-    assert [r.key for r, _ in admission.granted] == [1, 2]
+    admission = admit([waiting(1, 1), waiting(2, 1), large], space(12), LIMITS, BlockPool(0))
+    assert [g.request.key for g in admission.granted] == [1, 2]
     assert admission.overtaken == ()
 
 
@@ -103,6 +104,6 @@ def test_what_is_computed_here_needs_prefill_budget_and_no_slot() -> None:
     queued = waiting(1, 9)
     queued.state = State.QUEUED
     free = Space(blocks=24, slots=0, requests=9, prefill_tokens=3)
-    assert [r.key for r, _ in admit([queued], free, LIMITS).granted] == [1]
+    assert [g.blocks for g in admit([queued], free, LIMITS, BlockPool(0)).granted] == [3]
     assert free.prefill_tokens < 0
-    assert admit([queued], free, LIMITS).granted == ()
+    assert admit([queued], free, LIMITS, BlockPool(0)).granted == ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from pdrt.messages import Sampling
 from pdrt.sched.limits import Limits
 from pdrt.sched.plan import fit, prefill_budget, sendable, steps
@@ -29,6 +31,11 @@ def running(
     )
 
 
+def alone(_block: int) -> int:
+    """How many owners each block has."""
+    return 1
+
+
 def keys(requests: tuple[Request, ...]) -> list[int]:
     return [r.key for r in requests]
 
@@ -37,7 +44,7 @@ def test_only_those_at_a_block_boundary_grow() -> None:
     inside = running(1, prompt=6, said=1, blocks=2)
     full = running(2, prompt=6, said=2, blocks=2)
     beyond = running(3, prompt=6, said=3, blocks=2)
-    fitting = fit([inside, full, beyond], 1, LIMITS)
+    fitting = fit([inside, full, beyond], 1, alone, LIMITS)
     assert keys(fitting.step) == [1, 2, 3]
     assert keys(fitting.grow) == [3]
     assert fitting.retract == ()
@@ -45,38 +52,46 @@ def test_only_those_at_a_block_boundary_grow() -> None:
 
 def test_the_one_with_the_fewest_output_tokens_makes_way_first() -> None:
     line = [running(1, prompt=4, said=5, blocks=2), running(2, prompt=8, said=1, blocks=2)]
-    fitting = fit(line, 0, LIMITS)
+    fitting = fit(line, 0, alone, LIMITS)
     assert (keys(fitting.step), keys(fitting.grow), keys(fitting.retract)) == ([1], [1], [2])
 
 
 def test_of_two_with_equal_output_the_longer_prompt_makes_way() -> None:
     line = [running(1, prompt=12, said=1, blocks=3), running(2, prompt=4, said=1, blocks=1)]
-    assert keys(fit(line, 0, LIMITS).retract) == [1]
+    assert keys(fit(line, 0, alone, LIMITS).retract) == [1]
 
 
 def test_of_equals_the_latest_makes_way() -> None:
     line = [running(k, prompt=4, said=1, blocks=1) for k in (1, 2, 3)]
-    fitting = fit(line, 0, LIMITS)
+    fitting = fit(line, 0, alone, LIMITS)
     assert keys(fitting.retract) == [3, 2]
     assert keys(fitting.grow) == [1]
 
 
 def test_no_more_make_way_than_needed() -> None:
     line = [running(k, prompt=12, said=1, blocks=3) for k in (1, 2, 3)]
-    fitting = fit(line, 0, LIMITS)
+    fitting = fit(line, 0, alone, LIMITS)
     assert keys(fitting.retract) == [3]
     assert keys(fitting.grow) == [1, 2]
 
 
+def test_a_block_that_others_own_too_is_not_counted_on() -> None:
+    first, second, third = (running(k, prompt=8, said=1, blocks=2) for k in (1, 2, 3))
+    second.blocks = third.blocks = [200, 201]
+    owners = Counter([100, 101, *second.blocks, *third.blocks])
+    fitting = fit([first, second, third], 0, owners.__getitem__, LIMITS)
+    assert (keys(fitting.retract), keys(fitting.grow)) == ([3, 2], [1])
+
+
 def test_the_last_one_is_never_retracted_but_waits() -> None:
-    fitting = fit([running(1, prompt=4, said=1, blocks=1)], 0, LIMITS)
+    fitting = fit([running(1, prompt=4, said=1, blocks=1)], 0, alone, LIMITS)
     assert (fitting.step, fitting.grow, fitting.retract) == ((), (), ())
 
 
 def test_those_beyond_the_batch_neither_step_nor_grow() -> None:
     limits = Limits(block_size=4, max_batch_size=1)
     line = [running(1, prompt=4, said=0, blocks=1), running(2, prompt=4, said=1, blocks=1)]
-    fitting = fit(line, 0, limits)
+    fitting = fit(line, 0, alone, limits)
     assert (keys(fitting.step), fitting.grow, fitting.retract) == ([1], (), ())
 
 

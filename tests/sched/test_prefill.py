@@ -137,7 +137,7 @@ def test_a_full_pool_delays_and_the_step_stays_empty() -> None:
     """CASES 21: no retry loop; the next plan after blocks came back goes on."""
     rig = make(3)
     rig.submit(submit(1, PROMPT))
-    rig.submit(submit(2, PROMPT))
+    rig.submit(submit(2, PROMPT[::-1]))
     rig.feed(SenderReady(1, 0, 0))
     rig.feed(SenderReady(2, 0, 0))
     rig.step()

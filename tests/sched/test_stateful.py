@@ -283,7 +283,7 @@ class DecodeWorld(Answers):
         tokens = [7] * admitted.prompt_tokens
         if request is not None and self.is_current(key):
             tokens = list(request.tokens)
-        self.rig.device.write(admitted.blocks, 0, tokens)
+        self.rig.device.write(admitted.blocks, 0, tokens[admitted.first_block * B :])
         for _ in range(1 + twice):
             self.rig.feed(received(*key, tokens))
 
@@ -340,7 +340,12 @@ class DecodeWorld(Answers):
         self.note()
         held = dict(self.rig.book.quarantine)
         for key, admitted in self.writers.items():
-            owned = held[key].blocks if key in held else self.rig.book.rooms[key[0]].blocks
+            request = self.rig.book.rooms.get(key[0])
+            if key in held:
+                owned = held[key].blocks
+            else:
+                assert request is not None
+                owned = tuple(request.blocks[admitted.first_block :])
             slot = held[key].slot if key in held else self.rig.book.rooms[key[0]].slot
             assert set(admitted.blocks) == set(owned)
             assert admitted.slot == slot

@@ -10,6 +10,7 @@ from pdrt.messages import Problem, Sampling
 from pdrt.sched import events
 from pdrt.sched.answer_life import ANSWER
 from pdrt.sched.book import Book
+from pdrt.sched.limits import Limits
 from pdrt.sched.prefill_life import PREFILL
 from pdrt.sched.request import Request, State, from_submit
 from tests.sched.fakes import submit
@@ -134,7 +135,7 @@ def test_the_pictures_show_every_edge() -> None:
 
 
 def test_an_impossible_event_is_told_with_the_story_of_the_request() -> None:
-    book = Book(ANSWER, blocks=4, slots=0)
+    book = Book(ANSWER, Limits(), blocks=4, slots=0)
     request = from_submit(submit(7, [1, 2]), book.next_key(), (), 0.0)
     book.enter(request)
     book.move(request, events.Granted(blocks=(0,)))
