@@ -22,6 +22,7 @@ from pdrt.control.worker_handle import Lost, WorkerHandle
 from pdrt.device.backends import Progress
 from pdrt.device.batch import Drawn, Runner, SeqStep
 from pdrt.device.null import NullRunner
+from pdrt.device.places import Rendezvous
 from pdrt.errors import ConfigError, first_of
 from pdrt.link import Link
 from pdrt.messages import (
@@ -88,7 +89,7 @@ class HeldDevice:
     def bind(self, pool: memoryview, blocks: int) -> None:
         self.runner.bind(pool, blocks)
 
-    def join(self, rendezvous: Path, timeout_s: float) -> None:
+    def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         raise AssertionError("it is alone")
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:

@@ -24,6 +24,7 @@ from pdrt.data.relay import pack_command, pack_event
 from pdrt.device.backends import Progress
 from pdrt.device.batch import ELSEWHERE, Drawn, Runner, SeqStep
 from pdrt.device.null import NullRunner
+from pdrt.device.places import Rendezvous
 from pdrt.errors import ConfigError, PdrtError, PeerLost, first_of
 from pdrt.follower import Follower
 from pdrt.link import Link
@@ -79,7 +80,8 @@ class Device:
     def bind(self, pool: memoryview, blocks: int) -> None:
         self.runner.bind(pool, blocks)
 
-    def join(self, rendezvous: Path, timeout_s: float) -> None:
+    def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        assert isinstance(rendezvous, Path)
         rendezvous.touch()
         self.may_join.wait()
         self.met.append(rendezvous)

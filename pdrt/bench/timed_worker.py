@@ -22,6 +22,7 @@ from pdrt import messages, telemetry
 from pdrt.config import NodeConfig
 from pdrt.device.backends import Progress, open_runner
 from pdrt.device.batch import Drawn, Runner, SeqStep
+from pdrt.device.places import Rendezvous
 from pdrt.errors import BadMessage
 from pdrt.link import Link
 from pdrt.messages import FromWorker, KvLayout, ToWorker
@@ -67,7 +68,7 @@ class TimedRunner:
     def bind(self, pool: memoryview, blocks: int) -> None:
         self._inner.bind(pool, blocks)
 
-    def join(self, rendezvous: Path, timeout_s: float) -> None:
+    def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         self._inner.join(rendezvous, timeout_s)
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Protocol
 
+from pdrt.device.places import Rendezvous
 from pdrt.messages import KvLayout, Sampling
 
 
@@ -107,7 +107,7 @@ class Runner(Protocol):
         """Use `pool` (writable, `blocks * layout.block_bytes` bytes) as KV memory."""
         ...
 
-    def join(self, rendezvous: Path, timeout_s: float) -> None:
+    def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         """Meet the other ranks of the group (see `collective.join`), before the first `execute`.
 
         Loading needs no others, so it comes first. A group of one need not join.

@@ -1,19 +1,22 @@
-"""The sum over a tensor-parallel group, whose ranks are processes of one machine.
+"""The sum over a tensor-parallel group, whose ranks are processes of one node or of several.
 
 The promise: a sum has the same bytes on every rank, or PeerLost is raised on all that are left:
 at once when one has died, after the timeout when one is stuck. A group that lost a rank is over.
+Between nodes neither gloo nor its store ask who connects: they listen at our address only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from pdrt.device.places import Rendezvous, TcpPlace
 from pdrt.errors import ConfigError, PeerLost
 
 if TYPE_CHECKING:  # the null device alone needs no torch
     from torch import Tensor
+    from torch.distributed import GatherOptions, Store
 
 
 class _Work(Protocol):
@@ -24,6 +27,10 @@ class _Group(Protocol):
     """What we use of torch's gloo group, which its types leave out."""
 
     def allreduce(self, tensors: list[Tensor]) -> _Work: ...
+
+    def gather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], options: GatherOptions
+    ) -> _Work: ...
 
 
 class Collective(Protocol):
@@ -39,6 +46,13 @@ class Collective(Protocol):
         """Put the sum over all ranks in place of contiguous `values`; they are returned."""
         ...
 
+    def gather(self, values: Tensor) -> list[Tensor] | None:
+        """All ranks' `values`, contiguous and of one shape, in their order; rank 0 alone has them.
+
+        The others learn of a lost rank at the next sum.
+        """
+        ...
+
     def close(self) -> None:
         """Leave; the others' next sum raises PeerLost."""
         ...
@@ -51,6 +65,9 @@ class Solo:
 
     def all_reduce_(self, values: Tensor) -> Tensor:
         return values
+
+    def gather(self, values: Tensor) -> list[Tensor] | None:
+        return [values]
 
     def close(self) -> None:
         pass
@@ -65,14 +82,26 @@ class Gloo:
         self._timeout_s = timeout_s
 
     def all_reduce_(self, values: Tensor) -> Tensor:
+        host = values if values.is_cpu else values.cpu()
+        self._wait(lambda group: group.allreduce([host]))
+        return values if host is values else values.copy_(host)
+
+    def gather(self, values: Tensor) -> list[Tensor] | None:
+        from torch.distributed import GatherOptions  # its default root is rank 0
+
+        host = values if values.is_cpu else values.cpu()
+        parts = [host.new_empty(host.shape) for _ in range(self.size)] if self.rank == 0 else []
+        outputs = [parts] if parts else []
+        self._wait(lambda group: group.gather(outputs, [host], GatherOptions()))
+        return [part.to(values.device) for part in parts] or None
+
+    def _wait(self, begin: Callable[[_Group], _Work]) -> None:
         if self._group is None:
             raise RuntimeError("this rank has left its group")
-        host = values if values.is_cpu else values.cpu()
         try:
-            self._group.allreduce([host]).wait()
+            begin(self._group).wait()
         except RuntimeError as error:
             raise PeerLost(f"{self._name}: a rank died or is stuck: {error}") from error
-        return values if host is values else values.copy_(host)
 
     def close(self) -> None:
         self._group = None
@@ -82,8 +111,8 @@ class Gloo:
         return f"tensor-parallel rank {self.rank} of {self.size} (timeout {self._timeout_s:g} s)"
 
 
-def join(rank: int, size: int, rendezvous: Path, timeout_s: float) -> Collective:
-    """Meet the other ranks at a file that no earlier group has used; blocks until all are there.
+def join(rank: int, size: int, rendezvous: Rendezvous, timeout_s: float) -> Collective:
+    """Meet the other ranks where no earlier group has; blocks until all are there.
 
     `timeout_s` bounds this wait, and each later one for a rank that falls behind. Raises PeerLost,
     or ConfigError when torch cannot do it.
@@ -100,16 +129,32 @@ def join(rank: int, size: int, rendezvous: Path, timeout_s: float) -> Collective
     return Gloo(rank, size, group, timeout_s)
 
 
-def _gloo(rank: int, size: int, rendezvous: Path, timeout: timedelta) -> _Group:
-    """A group of its own, not torch's one per process; bound to loopback, whatever the host."""
+def _gloo(rank: int, size: int, rendezvous: Rendezvous, timeout: timedelta) -> _Group:
+    """A group of its own, not torch's one per process; bound to one address of the host."""
     import torch.distributed as dist
 
     if not dist.is_gloo_available():
         raise ConfigError("[parallel] tp > 1 needs gloo, which this build of torch lacks")
     gloo = dist.ProcessGroupGloo
+    here = rendezvous.here if isinstance(rendezvous, TcpPlace) else "127.0.0.1"
     options = gloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - no public one in 2.6
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001 - as above
+    options._devices = [gloo.create_device(hostname=here)]  # noqa: SLF001 - as above
     options._timeout = timeout  # noqa: SLF001 - as above
-    store = dist.FileStore(str(rendezvous), size)  # type: ignore[attr-defined]
-    group: _Group = gloo(store, rank, size, options)  # type: ignore[assignment]
+    group: _Group = gloo(_store(size, rendezvous, timeout), rank, size, options)  # type: ignore[assignment]
     return group
+
+
+def _store(size: int, rendezvous: Rendezvous, timeout: timedelta) -> Store:
+    """Where ranks tell each other their addresses. Rank 0's lives as long as its group."""
+    from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+
+    store: Store
+    if not isinstance(rendezvous, TcpPlace):
+        store = FileStore(str(rendezvous), size)
+        return store
+    host, port, door = rendezvous.host, rendezvous.port, rendezvous.door
+    fd = None if door is None else door.detach()
+    store = TCPStore(
+        host, port, size, fd is not None, timeout, wait_for_workers=False, master_listen_fd=fd
+    )
+    return store

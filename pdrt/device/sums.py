@@ -2,51 +2,92 @@
 
 A star of sockets: rank 0 takes what each has, and answers with the sum. The promise is that of
 `collective`: the same sum on every rank, or PeerLost on all that are left: at once when one has
-died, after the timeout when one is stuck.
+died, after the timeout when one is stuck. Between nodes both ends of a line prove that they know
+the group's secret, by an HMAC over what both said.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import hmac
+import os
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, TypeAlias
+from struct import Struct
+from typing import Final
 
+from pdrt.device.places import Rendezvous, TcpPlace
 from pdrt.errors import PeerLost
 
-Link: TypeAlias = socket.socket
-_KIND: Final = socket.AF_UNIX, socket.SOCK_SEQPACKET
 _RETRY_S: Final = 0.005  # rank 0 may come later
+_GREET_S: Final = 2.0  # for one that called to say who it is
 _MOST_BYTES: Final = 1 << 20
 _GO: Final = b"go"
+_SIZE: Final = Struct("<I")
+_NONCE: Final = 32
+_PROOF: Final = 32
+
+
+class Line:
+    """Whole messages over a connection."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        if link.family != socket.AF_UNIX:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, data: bytes) -> None:
+        """Raises OSError, as all of these."""
+        self._link.sendall(_SIZE.pack(len(data)) + data)
+
+    def receive(self) -> bytes:
+        (size,) = _SIZE.unpack(self._exactly(_SIZE.size))
+        if size > _MOST_BYTES:
+            raise ConnectionResetError(f"{size} bytes are announced")
+        return self._exactly(size)
+
+    def patience(self, seconds: float) -> None:
+        self._link.settimeout(seconds)
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _exactly(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            piece = self._link.recv(size - len(data))
+            if not piece:
+                raise ConnectionResetError("it is gone")
+            data += piece
+        return bytes(data)
 
 
 class Sums:
     """One rank's end; made by `meet`. All ranks ask for the same sums in the same order."""
 
-    def __init__(self, rank: int, size: int, links: list[Link]) -> None:
+    def __init__(self, rank: int, size: int, lines: list[Line]) -> None:
         self._name, self._rank = f"tensor-parallel rank {rank} of {size}", rank
-        self._links = links  # rank 0: to each of the others; else to rank 0
+        self._lines = lines  # rank 0: to each of the others; else to rank 0
 
     def of(self, values: list[int]) -> list[int]:
         """The sums over all ranks, which are less than 2**63. Raises PeerLost."""
         with self._told():
             own = array.array("q", values)
             if self._rank:
-                self._links[0].send(own.tobytes())
-                return _received(self._links[0], len(values))
-            rows = [values, *(_received(link, len(values)) for link in self._links)]
+                self._lines[0].send(own.tobytes())
+                return _received(self._lines[0], len(values))
+            rows = [values, *(_received(line, len(values)) for line in self._lines)]
             total = [sum(column) for column in zip(*rows, strict=True)]
-            _tell(self._links, array.array("q", total).tobytes())
+            _tell(self._lines, array.array("q", total).tobytes())
             return total
 
     def close(self) -> None:
         """Leave; the others' next sum raises PeerLost."""
-        for link in self._links:
-            link.close()
+        for line in self._lines:
+            line.close()
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -57,45 +98,72 @@ class Sums:
             raise PeerLost(f"{self._name}: a rank died or is stuck: {error}") from error
 
 
-def meet(rank: int, size: int, rendezvous: Path, timeout_s: float) -> Sums:
-    """Find the other ranks at a path that no earlier group has used; blocks until all are there.
+def meet(rank: int, size: int, rendezvous: Rendezvous, timeout_s: float) -> Sums:
+    """Find the other ranks where no earlier group has met; blocks until all are there.
 
     `timeout_s` bounds this wait, and each later one for a rank that falls behind. Raises PeerLost.
     """
     until = time.monotonic() + timeout_s
     try:
-        links = _called(rendezvous, until) if rank else _gathered(rendezvous, size - 1, until)
+        if rank:
+            lines = [_called(rendezvous, rank, until)]
+        else:
+            lines = _gathered(rendezvous, size - 1, until)
     except OSError as error:
         raise PeerLost(
             f"tensor-parallel rank {rank} of {size}: the others did not come to {rendezvous}"
             f" within {timeout_s:g} s: {error}"
         ) from error
-    for link in links:
-        link.settimeout(timeout_s)
-    return Sums(rank, size, links)
+    for line in lines:
+        line.patience(timeout_s)
+    return Sums(rank, size, lines)
 
 
-def _gathered(rendezvous: Path, count: int, until: float) -> list[Link]:
-    with contextlib.ExitStack() as unless_all, socket.socket(*_KIND) as door:
+def _gathered(rendezvous: Rendezvous, count: int, until: float) -> list[Line]:
+    lines: dict[int, Line] = {}
+    with contextlib.ExitStack() as unless_all, _door(rendezvous, count) as door:
+        while len(lines) < count:
+            door.settimeout(_left(until))
+            line = Line(door.accept()[0])
+            unless_all.callback(line.close)
+            line.patience(min(_GREET_S, _left(until)))
+            number = _greeted(line, rendezvous) if isinstance(rendezvous, TcpPlace) else len(lines)
+            if number is None or number in lines:
+                line.close()  # a stranger
+            else:
+                lines[number] = line
+        _tell(list(lines.values()), _GO)
+        unless_all.pop_all()
+    return list(lines.values())
+
+
+def _door(rendezvous: Rendezvous, count: int) -> socket.socket:
+    if isinstance(rendezvous, TcpPlace):
+        assert rendezvous.door is not None, "rank 0 opens the place"
+        return rendezvous.door
+    door = socket.socket(socket.AF_UNIX)
+    try:
         door.bind(str(rendezvous))
         door.listen(count)
-        links: list[Link] = []
-        for _ in range(count):
-            door.settimeout(_left(until))
-            links.append(unless_all.enter_context(door.accept()[0]))
-        _tell(links, _GO)
-        unless_all.pop_all()
-    return links
+    except OSError:
+        door.close()
+        raise
+    return door
 
 
-def _called(rendezvous: Path, until: float) -> list[Link]:
+def _called(rendezvous: Rendezvous, rank: int, until: float) -> Line:
     while True:
-        link = socket.socket(*_KIND)
+        link = _socket(rendezvous)
         try:
             link.settimeout(_left(until))
-            link.connect(str(rendezvous))
-            if link.recv(len(_GO)) == _GO:
-                return [link]
+            if isinstance(rendezvous, TcpPlace):
+                link.connect((rendezvous.host, rendezvous.port))
+                _introduce(Line(link), rendezvous, rank)
+            else:
+                link.connect(str(rendezvous))
+            line = Line(link)
+            if line.receive() == _GO:
+                return line
             raise ConnectionResetError("rank 0 is gone")
         except (FileNotFoundError, ConnectionRefusedError):
             link.close()
@@ -105,6 +173,53 @@ def _called(rendezvous: Path, until: float) -> list[Link]:
             raise
 
 
+def _socket(rendezvous: Rendezvous) -> socket.socket:
+    """To call from our own address."""
+    if isinstance(rendezvous, Path):
+        return socket.socket(socket.AF_UNIX)
+    link = socket.socket(socket.AF_INET6 if ":" in rendezvous.here else socket.AF_INET)
+    try:
+        link.bind((rendezvous.here, 0))
+    except OSError:
+        link.close()
+        raise
+    return link
+
+
+# Who is there.
+
+
+def _greeted(line: Line, place: TcpPlace) -> int | None:
+    """The rank that called, or None when it does not know the secret."""
+    try:
+        ours = os.urandom(_NONCE)
+        line.send(ours)
+        said = line.receive()
+        words, proof = said[:-_PROOF], said[-_PROOF:]
+        all_said = ours + words
+        is_member = hmac.compare_digest(proof, _proof(place, b"caller", all_said))
+        if len(words) != _NONCE + _SIZE.size or not is_member:
+            return None
+        line.send(_proof(place, b"door", all_said))
+    except OSError:
+        return None
+    (rank,) = _SIZE.unpack(words[_NONCE:])
+    return int(rank)
+
+
+def _introduce(line: Line, place: TcpPlace, rank: int) -> None:
+    """Raises ConnectionResetError when who listens there does not know the secret."""
+    words = os.urandom(_NONCE) + _SIZE.pack(rank)
+    all_said = line.receive() + words
+    line.send(words + _proof(place, b"caller", all_said))
+    if not hmac.compare_digest(line.receive(), _proof(place, b"door", all_said)):
+        raise ConnectionResetError("another program listens there")
+
+
+def _proof(place: TcpPlace, label: bytes, said: bytes) -> bytes:
+    return hmac.digest(place.secret, label + b"\0" + said, "sha256")
+
+
 def _left(until: float) -> float:
     left = until - time.monotonic()
     if left <= 0:
@@ -112,13 +227,13 @@ def _left(until: float) -> float:
     return left
 
 
-def _tell(links: list[Link], data: bytes) -> None:
-    for link in links:
-        link.send(data)
+def _tell(lines: list[Line], data: bytes) -> None:
+    for line in lines:
+        line.send(data)
 
 
-def _received(link: Link, count: int) -> list[int]:
-    data = link.recv(_MOST_BYTES)
+def _received(line: Line, count: int) -> list[int]:
+    data = line.receive()
     if len(data) != 8 * count:
-        raise ConnectionResetError("it is gone" if not data else f"{len(data)} bytes came")
+        raise ConnectionResetError(f"{len(data)} bytes came")
     return array.array("q", data).tolist()

@@ -17,6 +17,7 @@ from pdrt.device.kv import DTYPES, KvPool
 from pdrt.device.mirror import Mirror
 from pdrt.device.models import registry
 from pdrt.device.models.registry import Model
+from pdrt.device.places import Rendezvous
 from pdrt.device.shard import Shard
 from pdrt.device.weights import Progress
 from pdrt.errors import ConfigError
@@ -44,7 +45,7 @@ class TorchRunner:
         self._pool = KvPool(pool, blocks, self.layout, self._device, mirrored=self._mirrored)
         self._mirror = Mirror(self._pool) if self._mirrored else None
 
-    def join(self, rendezvous: Path, timeout_s: float) -> None:
+    def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         self._group = join(self._shard.rank, self._shard.size, rendezvous, timeout_s)
 
     @torch.inference_mode()
@@ -97,7 +98,7 @@ def load(
     name = _dtype(shard.spec, dtype)
     with torch.inference_mode():
         model = registry.load(Path(path), shard, DTYPES[name], device, progress)
-    layout = shard.layout(block_size, name)
+    layout = model.shard.layout(block_size, name)
     return TorchRunner(model, layout, device, mirrored=device != "cpu")
 
 

@@ -22,6 +22,7 @@ from pdrt.config import NodeConfig
 from pdrt.device import torchrunner  # noqa: F401 - so that it is there before the processes fork
 from pdrt.device.backends import open_runner
 from pdrt.device.batch import ELSEWHERE, Drawn, Runner, SeqStep
+from pdrt.device.places import Rendezvous
 from pdrt.messages import KvLayout
 
 P = ParamSpec("P")
@@ -37,7 +38,7 @@ class Place:
 
     rank: int
     size: int
-    rendezvous: Path
+    rendezvous: Rendezvous
 
 
 def context() -> ForkServerContext:

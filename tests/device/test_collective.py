@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,25 +12,37 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from pdrt.device import collective
 from pdrt.device.collective import Collective
+from pdrt.device.places import TcpPlace
 from pdrt.errors import PeerLost
 from tests.device.ranks import Place, context, places
 
 
-def in_threads(folder: Path, size: int) -> list[Collective]:
+def in_threads(folder: Path, size: int, way: str = "file") -> list[Collective]:
     """The ranks' ends of one group; gloo does not mind that they share a process."""
-    group = places(folder, size)
+    group = places(folder, size) if way == "file" else apart(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda p: collective.join(p.rank, p.size, p.rendezvous, 10), group))
 
 
+def apart(size: int) -> list[Place]:
+    """Each at an address of its own, as on a node of its own."""
+    first = TcpPlace.open("127.0.0.1", b"secret")
+    others = [TcpPlace(first.host, first.port, f"127.0.0.{n + 1}", b"") for n in range(1, size)]
+    return [Place(rank, size, where) for rank, where in enumerate([first, *others])]
+
+
+@pytest.mark.parametrize("way", ["file", "tcp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_the_sum_is_in_place_and_the_same_on_every_rank(tmp_path: Path, dtype: torch.dtype) -> None:
-    ends = in_threads(tmp_path, 3)
+def test_the_sum_is_in_place_and_the_same_on_every_rank(
+    tmp_path: Path, dtype: torch.dtype, way: str
+) -> None:
+    ends = in_threads(tmp_path, 3, way)
     parts = [torch.arange(1000).view(2, 500).mul(rank + 1).to(dtype) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         sums = list(pool.map(lambda end, part: end.all_reduce_(part), ends, parts))
@@ -55,6 +68,27 @@ def test_a_rank_whose_others_do_not_come_says_so_in_time(tmp_path: Path) -> None
     with pytest.raises(PeerLost, match=r"rank 1 of 2: the others did not come to .* within 0.2 s"):
         collective.join(1, 2, tmp_path / "group", 0.2)
     assert time.monotonic() - began < 2
+
+
+def test_a_group_that_spans_nodes_listens_at_its_own_addresses_only() -> None:
+    """Neither gloo nor its store ask who connects."""
+    before = listening()
+    ends = in_threads(Path(), 2, "tcp")
+    assert {address for address, _ in listening() - before} == {"127.0.0.1", "127.0.0.2"}
+    for end in ends:
+        end.close()
+
+
+def listening() -> set[tuple[str, int]]:
+    found = psutil.Process().net_connections("tcp")
+    return {(each.laddr.ip, each.laddr.port) for each in found if each.status == "LISTEN"}
+
+
+def test_a_follower_whose_tp_0_is_not_there_says_so_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(PeerLost, match="rank 1 of 2: the others did not come to tcp:"):
+        collective.join(1, 2, TcpPlace("127.0.0.1", port, "127.0.0.2", b""), 0.3)
 
 
 def test_a_rank_that_has_left_sums_no_more_and_neither_do_the_others(tmp_path: Path) -> None:
