@@ -10,6 +10,8 @@ from typing import Any, Final
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -34,6 +36,26 @@ _SHAPE: Final[dict[str, Any]] = {
 def _rope(kind: str, **fields: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **fields}}
 
+
+def _yarn(**fields: float) -> dict[str, Any]:
+    return _rope("yarn", factor=8.0, original_max_position_embeddings=64, **fields)
+
+
+_MLA: Final[dict[str, Any]] = _SHAPE | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+_LORA: Final = {"q_lora_rank": 48}
+_GROUPS: Final = {"n_group": 4, "topk_group": 2}
 
 CONFIGS: Final[dict[str, Any]] = {
     "llama": LlamaConfig(**_SHAPE),
@@ -80,6 +102,19 @@ CONFIGS: Final[dict[str, Any]] = {
         decoder_sparse_step=2,
         tie_word_embeddings=True,
     ),
+    "deepseek_v2": DeepseekV2Config(**_MLA),  # as V2-Lite is
+    "deepseek_v2_grouped": DeepseekV2Config(
+        **_MLA | _LORA | _GROUPS,
+        **_yarn(mscale=0.707, mscale_all_dim=0.8),
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.7,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **_MLA | _LORA | _GROUPS, **_yarn(mscale=1.0, mscale_all_dim=1.0)
+    ),
+    "deepseek_v3_plain": DeepseekV3Config(
+        **_MLA, n_group=1, topk_group=1, norm_topk_prob=False, tie_word_embeddings=True
+    ),
 }
 
 
@@ -91,6 +126,9 @@ def make(name: str, directory: Path, **saving: Any) -> Any:
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.copy_(_random(key, weight, tied=config.tie_word_embeddings))
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape))
     model.save_pretrained(directory, **saving)
     model.generation_config.eos_token_id = None  # the tests want all tokens
     model.generation_config.pad_token_id = 0

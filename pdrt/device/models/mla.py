@@ -168,7 +168,8 @@ def _projections(shard: Shard, read: Reader, at: str) -> tuple[Linear, Linear | 
     else:
         down, q_up = read.fused(at, {"q_proj": heads} | kv, hidden), None
         queries = down.weight[: len(heads)]
-    _pairs_to_halves_(queries.unflatten(0, (len(shard.heads), -1))[:, latent.nope_dim :])
+    by_head = queries.view(len(shard.heads), -1, queries.shape[1])
+    _pairs_to_halves_(by_head[:, latent.nope_dim :])
     _pairs_to_halves_(down.weight[-latent.rope_dim :])
     return down, q_up
 
@@ -182,4 +183,4 @@ def _up(shard: Shard, read: Reader, at: str) -> Up:
     latent = latent_of(shard.spec)
     rows = shard.heads * (latent.nope_dim + latent.v_dim)
     up = read.fused(at, {"kv_b_proj": rows}, Run.all_of(latent.kv_lora))
-    return Up(up.weight.unflatten(0, (len(shard.heads), -1)), latent)
+    return Up(up.weight.view(len(shard.heads), -1, latent.kv_lora), latent)

@@ -45,6 +45,14 @@ def load(path: Path, shard: Shard, dtype: torch.dtype, device: str, progress: Pr
 
     A family's module is imported only when it is used.
     """
+    if shard.spec.backend == "transformers":
+        from pdrt.device.models import foreign
+
+        return foreign.load(path, shard, dtype, device, progress)
+    if shard.spec.latent is not None:
+        from pdrt.device.models import mla
+
+        return mla.load(shard, Checkpoint(path, progress), dtype, device)
     from pdrt.device.models import llama
 
     return llama.load(shard, Checkpoint(path, progress), dtype, device)

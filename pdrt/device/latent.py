@@ -1,0 +1,162 @@
+"""Attention over latents (MLA): what the pool has of a token is one vector for all heads.
+
+A head's keys and values are the latent through that head's rows of the layer's up matrix. There
+are two ways to the same numbers. Absorbed: queries go down through these rows instead, all heads
+attend to the latents as they are, and what they found goes up to values; the pool is read once
+for all heads. Expanded: keys and values are made of the latents first, and are narrower than the
+latents. Which of them is less work depends on how many new tokens share the expansion: a decode
+step is always absorbed, a long chunk expanded (`is_expansion_less`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdrt.device.batch import SeqStep
+from pdrt.device.kv import KvPool
+from pdrt.modelspec import Latent
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A layer's up matrix, the rows of this rank's heads: first a head's keys, then its values."""
+
+    weight: Tensor  # [heads, nope_dim + v_dim, kv_lora]
+    shape: Latent
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Queries [rows, heads, nope_dim + rope_dim] as they meet latents, [rows, heads, width]."""
+        nope, turned = q[..., : self.shape.nope_dim], q[..., self.shape.nope_dim :]
+        down = torch.bmm(nope.transpose(0, 1), self.weight[:, : self.shape.nope_dim])
+        return torch.cat([down.transpose(0, 1), turned], dim=-1)
+
+    def release(self, attended: Tensor) -> Tensor:
+        """Values [rows, heads * v_dim] of sums over latents [rows, heads, width]."""
+        found = attended[..., : self.shape.kv_lora].transpose(0, 1)
+        values = torch.bmm(found, self.weight[:, self.shape.nope_dim :].transpose(1, 2))
+        return values.transpose(0, 1).flatten(1)
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, both [heads, tokens, nope_dim + rope_dim], of latents [tokens, width].
+
+        Values that are narrower than keys end in zeros: torch's flash attention wants one width.
+        """
+        shape, heads = self.shape, len(self.weight)
+        low, turned = latents[:, : shape.kv_lora], latents[:, shape.kv_lora :]
+        both = F.linear(low, self.weight.flatten(0, 1)).view(len(low), heads, -1)
+        nope, values = both[..., : shape.nope_dim], both[..., shape.nope_dim :]
+        keys = torch.cat([nope, turned.unsqueeze(1).expand(-1, heads, -1)], dim=-1)
+        values = F.pad(values, (0, max(0, keys.shape[-1] - shape.v_dim)))
+        return keys.transpose(0, 1), values.transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Singles:
+    """Rows first..end of the wave: one token each of sequences of similar length, absorbed.
+
+    Heads are rows of one head. Latents are keys and values as they are, the rotated part too:
+    flash attention wants one width, and the surplus is a tenth of the work.
+    """
+
+    first: int
+    end: int
+    strips: Tensor  # [1, sequences, 1, blocks]
+    mask: Tensor  # [sequences, 1, 1, tokens], added to scores
+    ups: Sequence[Up]
+    scale: float
+
+    def attend(self, layer: int, q: Tensor, _kv: Tensor, pool: KvPool) -> Tensor:
+        up, latents = self.ups[layer], pool.read(layer, self.strips)[0]
+        queries = up.absorb(q).unsqueeze(1)
+        mask = self.mask.expand(-1, -1, queries.shape[2], -1)
+        found = F.scaled_dot_product_attention(queries, latents, latents, mask, scale=self.scale)
+        return up.release(found.squeeze(1))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows first..end of the wave: consecutive tokens of one sequence."""
+
+    first: int
+    end: int
+    strips: Tensor | None  # [1, 1, 1, blocks]; None: nothing came before the chunk
+    mask: Tensor | None  # [rows, tokens], added to scores; None: causal
+    ups: Sequence[Up]
+    scale: float
+
+    def attend(self, layer: int, q: Tensor, kv: Tensor, pool: KvPool) -> Tensor:
+        up, latents = self.ups[layer], kv
+        if self.strips is not None and self.mask is not None:
+            latents = pool.read(layer, self.strips)[0, 0, 0, : self.mask.shape[1]]
+        if is_expansion_less(up.shape, len(q), len(latents)):
+            found = self._over(q, *up.expand(latents))
+            return found[..., : up.shape.v_dim].flatten(1)
+        shared = latents.unsqueeze(0).expand(q.shape[1], -1, -1)
+        return up.release(self._over(up.absorb(q), shared, shared))
+
+    def _over(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[rows, heads, width] for q [rows, heads, ..] and keys and values [heads, tokens, ..]."""
+        found = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            self.mask,
+            is_causal=self.mask is None,
+            scale=self.scale,
+        )
+        return found[0].transpose(0, 1)
+
+
+def is_expansion_less(shape: Latent, rows: int, tokens: int) -> bool:
+    """Whether `rows` queries over `tokens` cost fewer multiplications expanded than absorbed.
+
+    To expand is a product for each token, to absorb and release one for each row; in return a
+    key and value of a head is `nope + v` wide rather than twice the latent.
+    """
+    through_up = shape.kv_lora * (shape.nope_dim + shape.v_dim)
+    expanded = tokens * through_up + rows * tokens * (shape.nope_dim + shape.v_dim)
+    absorbed = rows * through_up + rows * tokens * 2 * shape.kv_lora
+    return expanded < absorbed
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayouts:
+    """How `attention.lay_out` lays out a batch of a model whose layers have these up matrices."""
+
+    pool: KvPool
+    dtype: torch.dtype
+    ups: Sequence[Up]
+    scale: float
+
+    def singles(self, row: int, steps: Sequence[SeqStep]) -> Singles:
+        size = self.pool.block_size
+        counts = [step.start // size + 1 for step in steps]
+        tables = np.empty((len(steps), max(counts)), np.int64)
+        for table, step, count in zip(tables, steps, counts, strict=True):
+            table[:count] = step.blocks[:count]
+            table[count:] = step.blocks[0]  # its own: no foreign NaN can come in through padding
+        ends = np.array([step.start for step in steps])
+        beyond = np.arange(tables.shape[1] * size) > ends[:, None]
+        strips, mask = self.pool.strips_of(tables), self._added(beyond)[:, None, None]
+        return Singles(row, row + len(steps), strips, mask, self.ups, self.scale)
+
+    def chunk(self, row: int, step: SeqStep) -> Chunk:
+        rows = len(step.tokens)
+        if step.start == 0:
+            return Chunk(row, row + rows, None, None, self.ups, self.scale)
+        end = step.start + rows
+        table = np.array([step.blocks[: -(-end // self.pool.block_size)]], np.int64)
+        beyond = np.arange(end) > np.arange(step.start, end)[:, None]
+        strips, mask = self.pool.strips_of(table), self._added(beyond)
+        return Chunk(row, row + rows, strips, mask, self.ups, self.scale)
+
+    def _added(self, beyond: np.typing.NDArray[np.bool_]) -> Tensor:
+        """0 and minus infinity."""
+        mask = torch.zeros(beyond.shape, dtype=self.dtype)
+        return mask.masked_fill_(torch.from_numpy(beyond), -np.inf).to(self.pool.device)
