@@ -76,7 +76,7 @@ class Moe:
         whose = chosen.flatten()
         sizes = torch.bincount(whose, minlength=self.down.shape[0]).tolist()
         out = x.new_empty(len(whose), x.shape[1])
-        for expert, places in enumerate(whose.argsort(stable=True).split(sizes)):
+        for expert, places in enumerate(torch.split(whose.argsort(stable=True), sizes)):
             if sizes[expert]:
                 own = Mlp(Linear(self.gate_up[expert]), Linear(self.down[expert]))
                 out.index_copy_(0, places, own(x[places // chosen.shape[1]]))

@@ -5,7 +5,7 @@ Query, key and value matrices are one.
 
 A rank of a tensor-parallel group has some of the heads and of the MLP's columns: what it adds to
 the hidden states is a part, summed over the ranks before it is added. Rank 0 alone has the
-biases of these sums, and the head.
+biases of these sums.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdrt.device.attention import KvLayouts, Wave, lay_out
@@ -24,6 +23,7 @@ from pdrt.device.kv import KvPool
 from pdrt.device.linear import Linear
 from pdrt.device.models.blocks import FeedForward, Reader, rms_norm
 from pdrt.device.models.experts import feed_forward
+from pdrt.device.models.vocabulary import Vocabulary, vocabulary
 from pdrt.device.rope import frequencies, rotate_
 from pdrt.device.shard import Run, Shard
 from pdrt.device.weights import Checkpoint
@@ -45,25 +45,24 @@ class Llama:
     def __init__(
         self,
         shard: Shard,
-        embedding: Tensor,
+        vocabulary: Vocabulary,
         layers: list[Layer],
         norm: Tensor,
-        head: Linear | None,  # None but on the first rank
     ) -> None:
         self.shard, self.spec = shard, shard.spec
         self._heads, self._kv_heads = len(shard.heads), len(shard.kv_heads)
-        self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
+        self._vocabulary, self._layers, self._norm = vocabulary, layers, norm
         frequency, self._rope_scale = frequencies(self.spec)
-        self._frequency = frequency.to(embedding.device)
+        self._frequency = frequency.to(vocabulary.device)
 
     def lay_out(self, batch: Sequence[SeqStep], pool: KvPool) -> Wave:
-        return lay_out(batch, pool, KvLayouts(pool, self._embedding.dtype))
+        return lay_out(batch, pool, KvLayouts(pool, self._vocabulary.dtype))
 
     def forward(self, wave: Wave, pool: KvPool, group: Collective) -> Tensor:
         """Hidden states [rows, hidden] of all tokens, before the last norm."""
         spec, heads = self.spec, self._heads
         turned = heads + self._kv_heads
-        x = F.embedding(wave.tokens, self._embedding)
+        x = self._vocabulary.embed(wave.tokens, group)
         cos, sin = self._angles(wave.positions)
         for number, layer in enumerate(self._layers):
             qkv = layer.qkv(self._normed(x, layer.attention_norm))
@@ -80,31 +79,25 @@ class Llama:
 
     def logits(self, hidden: Tensor, group: Collective) -> Tensor | None:
         """[rows, vocab] in float32, on the first rank."""
-        if self._head is None:
-            return None
-        return self._head(self._normed(hidden, self._norm)).float()
+        return self._vocabulary.logits(self._normed(hidden, self._norm), group)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.spec.rms_norm_eps)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = (positions.float().unsqueeze(1) * self._frequency).unsqueeze(1)
-        dtype, scale = self._embedding.dtype, self._rope_scale
+        dtype, scale = self._vocabulary.dtype, self._rope_scale
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
 def load(shard: Shard, weights: Checkpoint, dtype: torch.dtype, device: str) -> Llama:
     """Read the shard's weights. Raises ConfigError when they do not fit the spec."""
     spec, read = shard.spec, Reader(weights, dtype, device)
-    embedding = read.tensor("model.embed_tokens.weight", spec.vocab, spec.hidden)
+    words = vocabulary(shard, read)
     layers = [_layer(shard, read, i) for i in range(spec.layers)]
     norm = read.tensor("model.norm.weight", spec.hidden)
-    head = None
-    if shard.is_first:
-        tied = spec.tied
-        head = embedding if tied else read.tensor("lm_head.weight", spec.vocab, spec.hidden)
     weights.finish()
-    return Llama(shard, embedding, layers, norm, None if head is None else Linear(head))
+    return Llama(shard, words, layers, norm)
 
 
 def _layer(shard: Shard, read: Reader, number: int) -> Layer:

@@ -1,0 +1,64 @@
+"""Embedding and head, whose rows the ranks of a tensor-parallel group share.
+
+A token's row is on one rank: the others add zeros. Each rank computes the logits of its own rows,
+and the first one gathers them. Where the vocabulary is uneven the last parts are padded with rows
+that no token has and whose logits are cut off.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdrt.device.collective import Collective
+from pdrt.device.linear import Linear
+from pdrt.device.models.blocks import Reader
+from pdrt.device.shard import Run, Shard
+
+
+class Vocabulary:
+    """`embedding` and `head` are [rows, hidden], as many rows on each rank; tied, they are one."""
+
+    def __init__(self, shard: Shard, embedding: Tensor, head: Tensor) -> None:
+        self._shard, self._embedding, self._head = shard, embedding, Linear(head)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
+    def embed(self, tokens: Tensor, group: Collective) -> Tensor:
+        """[tokens, hidden], the same on every rank."""
+        if self._shard.size == 1:
+            return F.embedding(tokens, self._embedding)
+        rows = tokens - self._shard.vocab.first
+        is_elsewhere = (rows < 0) | (rows >= len(self._shard.vocab))
+        found = F.embedding(rows.masked_fill_(is_elsewhere, 0), self._embedding)
+        return group.all_reduce_(found.masked_fill_(is_elsewhere.unsqueeze(1), 0))
+
+    def logits(self, normed: Tensor, group: Collective) -> Tensor | None:
+        """[rows, vocab] in float32 for rows of normed hidden states, on the first rank."""
+        parts = group.gather(self._head(normed))
+        if parts is None:
+            return None
+        found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return found[:, : self._shard.spec.vocab].float()
+
+
+def vocabulary(shard: Shard, read: Reader) -> Vocabulary:
+    embedding = _rows(shard, read, "model.embed_tokens.weight")
+    head = embedding if shard.spec.tied else _rows(shard, read, "lm_head.weight")
+    return Vocabulary(shard, embedding, head)
+
+
+def _rows(shard: Shard, read: Reader, name: str) -> Tensor:
+    """The shard's rows, padded with zeros to as many as the first rank has."""
+    hidden, own = shard.spec.hidden, shard.vocab
+    rows = read.empty(-(-shard.spec.vocab // shard.size), hidden)
+    read.weights.copy(name, rows[: len(own)], (own, Run.all_of(hidden)))
+    rows[len(own) :].zero_()
+    return rows
