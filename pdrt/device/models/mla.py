@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdrt.device.attention import Wave, lay_out
@@ -24,6 +23,7 @@ from pdrt.device.latent import LatentLayouts, Up
 from pdrt.device.linear import Linear
 from pdrt.device.models.blocks import FeedForward, Reader, rms_norm
 from pdrt.device.models.experts import feed_forward
+from pdrt.device.models.vocabulary import Vocabulary, vocabulary
 from pdrt.device.rope import frequencies, rotate_
 from pdrt.device.shard import Run, Shard
 from pdrt.device.weights import Checkpoint
@@ -50,25 +50,24 @@ class Mla:
     def __init__(
         self,
         shard: Shard,
-        embedding: Tensor,
+        vocabulary: Vocabulary,
         layers: list[Layer],
         ups: list[Up],
         norm: Tensor,
-        head: Linear | None,  # None but on the first rank
     ) -> None:
         self.shard, self.spec = shard, shard.spec
         self._latent = latent_of(self.spec)
-        self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
+        self._vocabulary, self._layers, self._norm = vocabulary, layers, norm
         self._ups, self._scale = ups, softmax_scale(self.spec)
         frequency, self._rope_scale = frequencies(self.spec)
-        self._frequency = frequency.to(embedding.device)
+        self._frequency = frequency.to(vocabulary.device)
 
     def lay_out(self, batch: Sequence[SeqStep], pool: KvPool) -> Wave:
-        layouts = LatentLayouts(pool, self._embedding.dtype, self._ups, self._scale)
+        layouts = LatentLayouts(pool, self._vocabulary.dtype, self._ups, self._scale)
         return lay_out(batch, pool, layouts)
 
     def forward(self, wave: Wave, pool: KvPool, group: Collective) -> Tensor:
-        x = F.embedding(wave.tokens, self._embedding)
+        x = self._vocabulary.embed(wave.tokens, group)
         cos, sin = self._angles(wave.positions)
         for number, layer in enumerate(self._layers):
             q, latent = self._projected(layer, self._normed(x, layer.attention_norm))
@@ -91,16 +90,14 @@ class Mla:
         return q.view(len(x), len(self.shard.heads), -1), latent
 
     def logits(self, hidden: Tensor, group: Collective) -> Tensor | None:
-        if self._head is None:
-            return None
-        return self._head(self._normed(hidden, self._norm)).float()
+        return self._vocabulary.logits(self._normed(hidden, self._norm), group)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.spec.rms_norm_eps)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = (positions.float().unsqueeze(1) * self._frequency).unsqueeze(1)
-        dtype, scale = self._embedding.dtype, self._rope_scale
+        dtype, scale = self._vocabulary.dtype, self._rope_scale
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
@@ -121,18 +118,14 @@ def softmax_scale(spec: ModelSpec) -> float:
 def load(shard: Shard, weights: Checkpoint, dtype: torch.dtype, device: str) -> Mla:
     """Read the shard's weights. Raises ConfigError when they do not fit the spec."""
     spec, read = shard.spec, Reader(weights, dtype, device)
-    embedding = read.tensor("model.embed_tokens.weight", spec.vocab, spec.hidden)
+    words = vocabulary(shard, read)
     layers, ups = list[Layer](), list[Up]()
     for number in range(spec.layers):
         layers.append(_layer(shard, read, number))
         ups.append(_up(shard, read, f"model.layers.{number}.self_attn."))
     norm = read.tensor("model.norm.weight", spec.hidden)
-    head = None
-    if shard.is_first:
-        tied = spec.tied
-        head = embedding if tied else read.tensor("lm_head.weight", spec.vocab, spec.hidden)
     weights.finish()
-    return Mla(shard, embedding, layers, ups, norm, None if head is None else Linear(head))
+    return Mla(shard, words, layers, ups, norm)
 
 
 def _layer(shard: Shard, read: Reader, number: int) -> Layer:
