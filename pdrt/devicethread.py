@@ -9,13 +9,13 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Final, ParamSpec, TypeAlias, TypeVar
 
 from pdrt.config import NodeConfig
 from pdrt.data.memory import PoolMemory
 from pdrt.device.backends import Progress, open_runner
 from pdrt.device.batch import Runner
+from pdrt.device.places import Rendezvous
 from pdrt.device.poolsize import host_bytes, pool_blocks
 from pdrt.errors import PeerLost
 from pdrt.messages import Loading
@@ -72,7 +72,7 @@ class DeviceThread:
         self._progress("kv pool", 1, 1)
         return memory
 
-    async def join(self, rendezvous: Path) -> None:
+    async def join(self, rendezvous: Rendezvous) -> None:
         """Meet the group's other ranks, all of which come now. Raises PeerLost."""
         await self.run(self.runner.join, rendezvous, _MEET_S)
 

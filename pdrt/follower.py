@@ -1,7 +1,8 @@
 """The shell of a device worker with tp > 0: it computes what tp 0 of its group computes.
 
 It has a shard of the model, a KV memory and a transfer side of its own, and no scheduler: steps
-and transfer commands come from tp 0, transfer events go there. It ends when tp 0 does.
+and transfer commands come from tp 0, transfer events go there. It ends when tp 0 does; one that is
+on another node is looked for until it is found.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import structlog
 import zmq.asyncio
 
-from pdrt import duties, messages, parts, steps
+from pdrt import duties, messages, parts, reach, steps
 from pdrt.data.events import TransferEvent
 from pdrt.data.process import this_process
 from pdrt.data.relay import pack_event, unpack_command
 from pdrt.device.backends import open_runner
+from pdrt.device.places import Rendezvous, place_of
 from pdrt.devicethread import Load
 from pdrt.life import Life
 from pdrt.link import Link
-from pdrt.messages import FromFollower, FromWorker, ToFollower, ToWorker
+from pdrt.messages import FromWorker, ToWorker
 from pdrt.spawn import WorkerSpec
 
 
@@ -41,35 +42,54 @@ class Follower:
         self._spec, self._link = spec, link
         self._life = Life(spec, link, load, make_transfers)
         self._device, self._stop = self._life.device, self._life.stopping
-        self._head: Link[ToFollower, FromFollower] = Link(
-            zmq.asyncio.Context.instance(), messages.TO_FOLLOWER, messages.FROM_FOLLOWER
-        )
-        self._rendezvous: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+        self._head: reach.Head
+        self._has_loaded, self._has_head = asyncio.Event(), asyncio.Event()
+        self._rendezvous: asyncio.Future[Rendezvous] = asyncio.get_running_loop().create_future()
         self._batches: asyncio.Queue[messages.Step] = asyncio.Queue(4)  # tp 0 waits for us
         self._orders: deque[messages.Order] = deque()
         self._computed, self._step_s = 0, 0.0
 
     async def run(self) -> None:
         """Until the supervisor says stop. Raises what the worker cannot go on with."""
-        self._head.connect(self._spec.group_endpoint(self._spec.rank.tp), watched=True)
+        await self._life.run(self._work, self._listen(), self._with_head())
+
+    async def _with_head(self) -> None:
+        """As long as tp 0 lives, from when it is found. Raises PeerLost."""
+        if self._spec.is_head_far:
+            await self._has_loaded.wait()  # its lives until then do not matter
+            net = reach.net_of(self._spec)
+            try:
+                await self._obey(await reach.reach(self._spec, net))
+            finally:
+                net.close()
+        else:
+            context = zmq.asyncio.Context.instance()
+            head: reach.Head = Link(context, messages.TO_FOLLOWER, messages.FROM_FOLLOWER)
+            head.connect(self._spec.group_endpoint(self._spec.rank.tp), watched=True)
+            await self._obey(head)
+
+    async def _obey(self, head: reach.Head) -> None:
+        self._head = head
+        self._has_head.set()
         try:
-            await self._life.run(
-                self._work,
-                self._head.run(),
-                self._listen(),
-                self._follow(),
-                duties.watch(self._head, "tp 0", self._stop),
-            )
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(head.run())
+                tasks.create_task(self._follow())
+                tasks.create_task(duties.watch(head, "tp 0", self._stop))
         finally:
-            self._head.close()
+            head.close()
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         device, life = self._device, self._life
         await device.load()
+        self._has_loaded.set()
         await life.open_transfers(tasks)
         if life.transfers is not None:
             tasks.create_task(life.follow(life.transfers, self._tell_events))
         layout, blocks = device.memory.layout, device.memory.blocks
+        if not self._has_head.is_set():
+            self._link.tell(messages.Loading(stage="waiting for tp 0", done=0, total=1))
+            await self._has_head.wait()
         self._head.tell(messages.Hello(process=this_process(), layout=layout, blocks=blocks))
         await device.join(await self._rendezvous)
         self._head.tell(messages.Joined())
@@ -89,7 +109,10 @@ class Follower:
         async for message in self._head.listen():
             match message:
                 case messages.Join(rendezvous=rendezvous):
-                    self._rendezvous.set_result(Path(rendezvous))
+                    spec = self._spec
+                    secret = spec.key.derive("group")
+                    place = place_of(rendezvous, spec.disagg.local_ip, secret)
+                    self._rendezvous.set_result(place)
                 case messages.Step():
                     self._batches.put_nowait(message)
                 case messages.Order():

@@ -4,7 +4,8 @@ They come and say hello, join tp 0 for the forward pass, and from then on comput
 steps and carry out its transfer commands. The promises: a command is carried out by a rank when
 it has computed the steps that tp 0 had computed when it gave it; tp 0 begins a step when all have
 ended the last but one, so that no rank has more than two before it; when one is gone, does not
-come or is stuck, we are gone too (`run` or `meet` raises).
+come or is stuck, we are gone too (`run` or `meet` raises). Followers of other nodes are awaited
+without limit: whether their nodes come is the supervisors' business.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Final, NoReturn, TypeAlias
 
 import zmq.asyncio
 
-from pdrt import duties, messages, parts, steps
+from pdrt import duties, messages, parts, reach, steps
 from pdrt.data.commands import TransferCommand
 from pdrt.data.events import TransferEvent
 from pdrt.data.group import Group
 from pdrt.data.manager import TransferStats
 from pdrt.data.relay import pack_command, unpack_event
 from pdrt.device.batch import SeqStep
+from pdrt.device.places import Rendezvous, TcpPlace
 from pdrt.devicethread import DeviceThread
 from pdrt.errors import ConfigError, PeerLost
 from pdrt.link import Link
@@ -45,11 +48,9 @@ class Members:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._spec, self._stopping, self._clock, self._sleep = spec, stopping, clock, sleep
-        context = zmq.asyncio.Context.instance()
-        self._links: dict[int, Link[FromFollower, ToFollower]] = {
-            tp: Link(context, messages.FROM_FOLLOWER, messages.TO_FOLLOWER)
-            for tp in range(1, spec.config.parallel.tp)
-        }
+        self._net = reach.net_of(spec) if spec.far_followers else None
+        self._links = {tp: self._link(tp) for tp in range(1, spec.config.parallel.tp)}
+        self._far: dict[int, str] = {}  # where followers of other nodes are awaited
         self._hellos: dict[int, Hello] = {}
         self._joined: set[int] = set()
         self._stepped = dict.fromkeys(self._links, 0)
@@ -58,23 +59,48 @@ class Members:
         self._news = asyncio.Event()
         self.told: ToldEvent | None = None  # hears the followers' transfer events
 
+    def _link(self, tp: int) -> Link[FromFollower, ToFollower]:
+        is_far = self._net is not None and tp in self._spec.far_followers
+        context = self._net.context if self._net and is_far else zmq.asyncio.Context.instance()
+        return Link(context, messages.FROM_FOLLOWER, messages.TO_FOLLOWER)
+
     def bind(self) -> None:
         """Raises OSError."""
         for tp, link in self._links.items():
-            link.bind(self._spec.group_endpoint(tp))
+            if self._net is not None and tp in self._spec.far_followers:
+                self._far[tp] = link.serve(self._net)
+            else:
+                link.bind(self._spec.group_endpoint(tp))
 
     async def run(self) -> None:
         """Raises PeerLost when a follower is gone, or when one of us is stuck."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._end_stall())
+            if self._net is not None:
+                tasks.create_task(self._net.guard())
+                tasks.create_task(self._announce())
             for tp, link in self._links.items():
                 tasks.create_task(link.run())
                 tasks.create_task(self._listen(tp, link))
                 tasks.create_task(duties.watch(link, f"worker {self._rank(tp)}", self._stopping))
 
+    async def _announce(self) -> None:
+        """Until those of other nodes have come."""
+        telling = asyncio.ensure_future(reach.announce(self._spec, self._far, self._sleep))
+        coming = asyncio.ensure_future(self._until(lambda: self._far.keys() <= self._hellos.keys()))
+        try:
+            done, _ = await asyncio.wait({telling, coming}, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                each.result()
+        finally:
+            telling.cancel()
+            coming.cancel()
+
     def close(self) -> None:
         for link in self._links.values():
             link.close()
+        if self._net is not None:
+            self._net.close()
 
     async def meet(self, device: DeviceThread) -> None:
         """Until all are there and have joined us.
@@ -83,7 +109,7 @@ class Members:
         """
         within_s = self._spec.config.timeouts.startup_s
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(None if self._far else within_s):
                 await self._meet(device)
         except TimeoutError:
             there = self._joined if len(self._hellos) == len(self._links) else self._hellos.keys()
@@ -97,12 +123,19 @@ class Members:
         await self._until(lambda: len(self._hellos) == len(self._links))
         for tp, hello in self._hellos.items():
             self._check(tp, hello, device)
-        place = f"rendezvous-{self._spec.rank.dp}.{self._spec.epoch}"  # no earlier group's
-        rendezvous = self._spec.folder / place
+        rendezvous = self._rendezvous()
         self._tell_all(Join(rendezvous=str(rendezvous)))
         await device.join(rendezvous)
         await self._until(lambda: len(self._joined) == len(self._links))
-        rendezvous.unlink(missing_ok=True)
+        if isinstance(rendezvous, Path):
+            rendezvous.unlink(missing_ok=True)
+
+    def _rendezvous(self) -> Rendezvous:
+        """A place of no earlier group. Raises OSError."""
+        spec = self._spec
+        if self._far:
+            return TcpPlace.open(spec.disagg.local_ip, spec.key.derive("group"))
+        return spec.folder / f"rendezvous-{spec.rank.dp}.{spec.epoch}"
 
     def _check(self, tp: int, hello: Hello, device: DeviceThread) -> None:
         ours, theirs = device.memory, self._rank(tp)

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pdrt.config import DisaggConfig, NodeConfig, Role
 from pdrt.errors import BadMessage
+from pdrt.grid import node_of
 from pdrt.keys import ClusterKey
 from pdrt.messages import Rank
 
@@ -32,6 +33,8 @@ class WorkerSpec(BaseModel):
     key_hex: Annotated[str, Field(repr=False)]
     endpoint: str  # of the supervisor's socket, ipc://
     epoch: int  # of this worker's life; a later life has a higher one
+    node: int = 0  # of its instance, counted from the leader
+    leader: str = ""  # where the leader's API is, for an instance of several nodes
 
     @property
     def key(self) -> ClusterKey:
@@ -47,8 +50,22 @@ class WorkerSpec(BaseModel):
         """The node's private directory of sockets."""
         return Path(self.endpoint.removeprefix("ipc://")).parent
 
+    @property
+    def far_followers(self) -> list[int]:
+        """The tp ranks of our group, but for tp 0, that are on other nodes than we."""
+        return [tp for tp in range(1, self.config.parallel.tp) if self._is_far(tp)]
+
+    @property
+    def is_head_far(self) -> bool:
+        """Whether tp 0 of our group is on another node."""
+        return self._is_far(0)
+
+    def _is_far(self, tp: int) -> bool:
+        rank = Rank(dp=self.rank.dp, cp=self.rank.cp, tp=tp)
+        return node_of(self.config.parallel, rank) != self.node
+
     def group_endpoint(self, tp: int) -> str:
-        """Where tp 0 of our dp rank meets its follower of this tp rank."""
+        """Where tp 0 of our dp rank meets its follower of this tp rank, on one node."""
         return f"ipc://{self.folder}/group-{self.rank.dp}-{tp}"
 
     def line(self) -> bytes:

@@ -58,31 +58,48 @@ class BootstrapClient:
         caller: str = "",
     ) -> None:
         self.where = f"bootstrap server {bracketed(host)}:{port}"
-        self._session, self._base = session, f"http://{bracketed(host)}:{port}/bootstrap"
-        self._timeout = ClientTimeout(total=timeout_s)
-        self._headers = {"authorization": f"Bearer {key.bearer()}"} if key else {}
+        base = f"http://{bracketed(host)}:{port}/bootstrap"
+        self._server = Server(session, self.where, base, key, timeout_s)
         if caller:
-            self._headers[CALLER_HEADER] = caller
+            self._server.headers[CALLER_HEADER] = caller
 
     async def register(self, said: RegisterRank) -> float:
         body = _REGISTER.dump_json(said)
-        return (await self._call("PUT", "register_rank", _LEASED, body)).lease_s
+        return (await self._server.call("PUT", "register_rank", _LEASED, body)).lease_s
 
     async def route(self) -> Route:
-        return await self._call("GET", "route", _ROUTE)
+        return await self._server.call("GET", "route", _ROUTE)
 
     async def health(self) -> BootstrapHealth:
-        return await self._call("GET", "health", _HEALTH)
+        return await self._server.call("GET", "health", _HEALTH)
 
-    async def _call(
+
+class Server:
+    """A server of the cluster that answers in JSON; `where` is its name for people."""
+
+    def __init__(
+        self,
+        session: ClientSession,
+        where: str,
+        base: str,
+        key: ClusterKey | None,
+        timeout_s: float = 2.0,
+    ) -> None:
+        self.where = where
+        self._session, self._base = session, base
+        self._timeout = ClientTimeout(total=timeout_s)
+        self.headers = {"authorization": f"Bearer {key.bearer()}"} if key else {}
+
+    async def call(
         self, method: str, path: str, answer: TypeAdapter[T], body: bytes | None = None
     ) -> T:
+        """Raises PdrtError only."""
         try:
             async with self._session.request(
                 method,
                 f"{self._base}/{path}",
                 data=body,
-                headers=self._headers,
+                headers=self.headers,
                 timeout=self._timeout,
                 allow_redirects=False,  # the token goes to this address and to no other
             ) as response:
