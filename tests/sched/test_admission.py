@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NoReturn
+
 import pytest
 
 from pdrt.data.layout import blocks_for
@@ -9,6 +12,7 @@ from pdrt.messages import Sampling
 from pdrt.sched.admission import Space, admit, reserve
 from pdrt.sched.blocks import BlockPool
 from pdrt.sched.limits import Limits
+from pdrt.sched.prefix import Chain
 from pdrt.sched.request import Request, State
 
 B, R = 4, 8
@@ -107,3 +111,83 @@ def test_what_is_computed_here_needs_prefill_budget_and_no_slot() -> None:
     assert [g.blocks for g in admit([queued], free, LIMITS, BlockPool(0)).granted] == [3]
     assert free.prefill_tokens < 0
     assert admit([queued], free, LIMITS, BlockPool(0)).granted == ()
+
+
+# With prefixes that are known.
+
+
+def known(pool: BlockPool, blocks: int, *, owned: int) -> tuple[int, ...]:
+    """Blocks of prompts of ones; the first `owned` have an owner."""
+    taken = pool.take(blocks)
+    assert taken is not None
+    keys = Chain().keys([1] * (B * blocks), blocks, B)
+    for key, block in zip(keys, taken, strict=True):
+        pool.cache.register(key, block)
+    pool.give(taken[owned:])
+    return taken
+
+
+@pytest.mark.parametrize("owned", [0, 1, 2, 3])
+@pytest.mark.parametrize("prompt", [12, 13, 14, 17])
+def test_what_others_own_of_its_prefix_is_not_needed_again(prompt: int, owned: int) -> None:
+    """ceil((prompt + R) / B) - owned <= space, at the boundary; cached blocks count as free."""
+    pool = BlockPool(9)
+    blocks = known(pool, 3, owned=owned)
+    hit = min(3, (prompt - 1) // B)
+    enough = blocks_for(prompt + R, B) - min(owned, hit)
+    left = space(enough)
+    (grant,) = admit([waiting(1, prompt)], left, LIMITS, pool).granted
+    assert (grant.hit, grant.blocks) == (blocks[:hit], blocks_for(prompt, B))
+    after = enough - grant.blocks + min(owned, hit) - blocks_for(R, B)
+    assert left.blocks == after
+    assert admit([waiting(1, prompt)], space(enough - 1), LIMITS, pool).granted == ()
+
+
+def test_the_second_of_a_round_shares_what_the_first_was_granted() -> None:
+    pool = BlockPool(9)
+    known(pool, 3, owned=0)
+    line = [waiting(1, 13), waiting(2, 13)]
+    first, second = blocks_for(13 + R, B), blocks_for(13 + R, B) - 3
+    assert len(admit(line, space(first + second), LIMITS, pool).granted) == 2
+    assert len(admit(line, space(first + second - 1), LIMITS, pool).granted) == 1
+
+
+def test_the_last_token_of_a_prompt_is_never_a_hit() -> None:
+    pool = BlockPool(9)
+    blocks = known(pool, 3, owned=3)
+    assert admit([waiting(1, 12)], space(9), LIMITS, pool).granted[0].hit == blocks[:2]
+
+
+def test_a_prompt_pays_the_prefill_budget_only_for_what_is_new() -> None:
+    pool = BlockPool(9)
+    known(pool, 3, owned=0)
+    queued = waiting(1, 14)
+    queued.state = State.QUEUED
+    free = Space(blocks=24, slots=0, requests=9, prefill_tokens=8)
+    assert len(admit([queued], free, LIMITS, pool).granted) == 1
+    assert free.prefill_tokens == 8 - 2
+
+
+def test_without_a_prefix_cache_nothing_is_looked_for() -> None:
+    pool = BlockPool(9)
+    known(pool, 3, owned=3)
+    (grant,) = admit([waiting(1, 13)], space(9), replace(LIMITS, prefix_cache=False), pool).granted
+    assert grant.hit == ()
+
+
+def test_one_that_waits_is_not_hashed_again() -> None:
+    """What does not fit is passed by at the price of one look-up."""
+    pool = BlockPool(9)
+    request = waiting(1, 400)
+    assert admit([request], space(99), LIMITS, pool).granted == ()
+    chain, request.tokens = request.chain, Unreadable(request.tokens)
+    for _ in range(3):
+        assert admit([request], space(99), LIMITS, pool).granted == ()
+    assert request.chain is chain
+
+
+class Unreadable(list[int]):
+    """Has a length, and that is all that may be asked."""
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise AssertionError(f"{index} was read")
