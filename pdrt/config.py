@@ -134,6 +134,7 @@ class TransferSection(Section):
     network: Annotated[tuple[NetworkName, ...], Field(strict=False)] = ("tcp",)  # auto, best first
     threads: Annotated[int, Field(ge=1, le=64)] = 4
     chunked: bool = True  # blocks leave while the next chunk computes
+    early_first_token: bool = True  # decode says it before the KV is there
     slots: Annotated[int, Field(ge=1, le=65536)] = 512
     writers: Annotated[int, Field(ge=1, le=1024)] = 16  # prefill ranks that write one request
     checksums: bool = False  # decode checks each block before use; decides for its writers too

@@ -69,6 +69,7 @@ def scheduler(spec: WorkerSpec, runner: Runner, blocks: int) -> AnyScheduler:
         retraction=config.retraction,
         chunked=transfer.chunked,
         prefix_cache=config.prefix_cache,
+        early_first_token=transfer.early_first_token,
         rebind_grace_s=spec.config.timeouts.rebind_grace_s,
     )
     match spec.role:

@@ -13,15 +13,19 @@ from typing import Final, TypeAlias
 from pdrt.data import events as transfer
 from pdrt.data.commands import AbortReceiver, AdmitReceiver, OpenReceiver
 from pdrt.machine import Edge, Table
-from pdrt.messages import AskPrefill, Output
+from pdrt.messages import AskPrefill, Finish, Output, pack_tops
 from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
 from pdrt.sched.events import (
+    Arrived,
     AttemptLost,
     AttemptRefused,
     Cancelled,
     Computed,
+    EndedEarly,
     Failed,
     FellBack,
+    FirstsKept,
+    FirstsTold,
     Granted,
     Grown,
     LastToken,
@@ -31,7 +35,7 @@ from pdrt.sched.events import (
     Returned,
     TokenOut,
 )
-from pdrt.sched.request import Request, State, prompt_hash
+from pdrt.sched.request import First, Request, State, prompt_hash
 
 Effects: TypeAlias = Sequence[Effect | Booking]
 Ending: TypeAlias = Cancelled | Failed | AttemptRefused
@@ -48,10 +52,22 @@ def _run(r: Request, e: Granted) -> Effects:
 def _admit(r: Request, e: Granted) -> Effects:
     assert e.slot is not None
     r.blocks, r.slot, r.overtaken, r.is_quiet = list(e.blocks), e.slot, 0, False
+    r.firsts, r.has_told = (), False
     r.computed, r.first_block = e.cached_tokens, e.hit
     wanted, digest = e.blocks[e.hit :], prompt_hash(r.packed())
     return [
-        AdmitReceiver(r.room, r.attempt, wanted, e.hit, e.slot, len(r.tokens), digest, r.deadline)
+        AdmitReceiver(
+            r.room,
+            r.attempt,
+            wanted,
+            e.hit,
+            e.slot,
+            len(r.tokens),
+            digest,
+            r.deadline,
+            sequences=r.sampling.n,
+            top_logprobs=r.sampling.top_logprobs,
+        )
     ]
 
 
@@ -88,17 +104,27 @@ def _note(r: Request, e: Computed) -> Effects:
     return ()
 
 
+def _one(
+    r: Request, e: TokenOut | LastToken | First, cached_tokens: int, finish: Finish | None = None
+) -> Say:
+    """What a request gains by one token."""
+    return Say(
+        Output(
+            room=r.room,
+            attempt=r.attempt,
+            tokens=(e.token,),
+            logprobs=(e.logprob,),
+            finish=finish,
+            cached_tokens=cached_tokens,
+            tops=pack_tops([e.top]) if r.sampling.top_logprobs else b"",
+        )
+    )
+
+
 def _say(r: Request, e: TokenOut) -> Effects:
     r.computed = len(r.tokens)
     r.tokens.append(e.token)
-    output = Output(
-        room=r.room,
-        attempt=r.attempt,
-        tokens=(e.token,),
-        logprobs=(e.logprob,),
-        cached_tokens=e.cached_tokens,
-    )
-    return [Say(output)]
+    return [_one(r, e, e.cached_tokens)]
 
 
 def _say_first(r: Request, e: TokenOut) -> Effects:
@@ -108,15 +134,41 @@ def _say_first(r: Request, e: TokenOut) -> Effects:
 def _say_last(r: Request, e: LastToken) -> Effects:
     r.tokens.append(e.token)
     r.is_quiet = True  # a slot still held here was just received
-    output = Output(
-        room=r.room,
-        attempt=r.attempt,
-        tokens=(e.token,),
-        logprobs=(e.logprob,),
-        finish=e.finish,
-        cached_tokens=e.cached_tokens,
-    )
-    return [*_part(r), Say(output)]
+    return [*_part(r), _one(r, e, e.cached_tokens, e.finish)]
+
+
+# First tokens ahead of their KV.
+
+
+def _keep_firsts(r: Request, e: FirstsKept) -> Effects:
+    r.firsts = e.firsts
+    return ()
+
+
+def _tell_firsts(r: Request, e: FirstsTold) -> Effects:
+    r.firsts, r.has_told = e.firsts, True
+    return [_one(r, first, e.cached_tokens, first.finish) for first in e.firsts]
+
+
+def _end_early(r: Request, _e: EndedEarly) -> Effects:
+    """What is still being written is not wanted; its memory is held until nobody writes it."""
+    if r.is_quiet:
+        return _part(r)
+    why = "its answer ended with the first token"
+    return [AbortReceiver(r.room, r.attempt, why, is_served=True), *_part(r)]
+
+
+def _arrive(r: Request, _e: Arrived) -> Effects:
+    r.computed = len(r.tokens)
+    _settle(r)
+    return _give_slot(r)
+
+
+def _settle(r: Request) -> None:
+    """What the client has been told is part of the answer, whatever becomes of the attempt."""
+    if r.has_told:
+        r.tokens.append(r.firsts[0].token)
+    r.firsts, r.has_told = (), False
 
 
 # Attempts.
@@ -128,25 +180,30 @@ def _open(r: Request, e: Rebound) -> Effects:
 
 
 def _reopen(r: Request, e: Rebound) -> Effects:
+    _settle(r)
     return [AbortReceiver(r.room, r.attempt, "rebound"), *_part(r), *_open(r, e)]
 
 
 def _lose(r: Request, e: AttemptLost) -> Effects:
+    _settle(r)
     r.problem, r.lost_until = e.problem, e.until
     return _part(r)
 
 
 def _come_back(r: Request, _e: Retracted | FellBack) -> Effects:
+    _settle(r)
     r.is_returning = True
     return _part(r)
 
 
 def _fall_back(r: Request, e: ResumeLocally) -> Effects:
+    _settle(r)
     return [AbortReceiver(r.room, r.attempt, "resumed locally"), *_part(r)]
 
 
 def _ask_again(r: Request, _e: Returned) -> Effects:
     assert r.source is not None
+    _settle(r)
     freed = _part(r)
     r.is_returning = r.is_resuming = True
     r.attempt += 1
@@ -166,7 +223,8 @@ def _close(r: Request, e: Ending) -> Effects:
 
 def _abort(r: Request, e: Ending) -> Effects:
     reason = f"{e.problem.code}: {e.problem.message}"
-    return [AbortReceiver(r.room, r.attempt, reason), *_close(r, e)]
+    is_served = isinstance(e, Cancelled) and e.is_served
+    return [AbortReceiver(r.room, r.attempt, reason, is_served), *_close(r, e)]
 
 
 _PREALLOC: Final = (State.BOOTSTRAPPING, State.WAITING)
@@ -188,6 +246,11 @@ EDGES: Final[Mapping[tuple[State, type], Edge[State, Request, Effect | Booking]]
     (State.BOOTSTRAPPING, transfer.ReceiverReady): Edge(State.WAITING),
     (State.WAITING, Granted): Edge(State.TRANSFERRING, _admit),
     (State.TRANSFERRING, transfer.PromptStarted): Edge(State.TRANSFERRING),
+    (State.TRANSFERRING, FirstsKept): Edge(State.TRANSFERRING, _keep_firsts),
+    (State.TRANSFERRING, FirstsTold): Edge(State.TRANSFERRING, _tell_firsts),
+    (State.TRANSFERRING, EndedEarly): Edge(State.DONE, _end_early),
+    (State.TRANSFERRING, Arrived): Edge(State.RUNNING, _arrive),
+    (State.TRANSFERRING, Returned): Edge(State.BOOTSTRAPPING, _ask_again),
     (State.TRANSFERRING, TokenOut): Edge(State.RUNNING, _say_first),
     (State.TRANSFERRING, LastToken): Edge(State.DONE, _say_last),
     (State.RUNNING, Grown): Edge(State.RUNNING, _grow),

@@ -13,7 +13,7 @@ from typing import Final
 
 from pdrt.data.events import TransferEvent
 from pdrt.device.batch import Drawn
-from pdrt.messages import Output, Submit
+from pdrt.messages import Output, Submit, Top
 from pdrt.sched.admission import Space, reserve
 from pdrt.sched.answer_life import ANSWER
 from pdrt.sched.book import Book, SchedStats
@@ -128,20 +128,31 @@ class Scheduler:
                 self.book.move(request, Computed(end))
             else:
                 cached = 0 if request.said else request.cached_tokens
-                self.say(request, one.token, one.logprob, cached)
+                self.say(request, one.token, one.logprob, cached, one.top)
 
-    def say(self, request: Request, token: int, logprob: float, cached_tokens: int = 0) -> None:
+    def say(
+        self,
+        request: Request,
+        token: int,
+        logprob: float,
+        cached_tokens: int = 0,
+        top: Top = (),
+    ) -> None:
         """Its next token, which may be its last; the KV of those before is there."""
         self.book.learn(request, len(request.tokens))
         finish = request.finish_with(token)
         if finish is None:
-            self.book.move(request, TokenOut(token, logprob, cached_tokens))
+            self.book.move(request, TokenOut(token, logprob, cached_tokens, top))
         else:
-            self.book.move(request, LastToken(token, logprob, finish, cached_tokens))
+            self.book.move(request, LastToken(token, logprob, finish, cached_tokens, top))
+
+    def is_computed_elsewhere(self, request: Request) -> bool:
+        """Whether the prefill side is asked when its KV is lost."""
+        return request.source is not None and self.limits.retraction == "reprefill"
 
     def _retract(self, request: Request) -> None:
         self.book.counters["retractions"] += 1
-        elsewhere = request.source is not None and self.limits.retraction == "reprefill"
+        elsewhere = self.is_computed_elsewhere(request)
         self.book.move(request, Returned() if elsewhere else Retracted())
 
     def _admit(self, running: Iterable[Request]) -> list[Request]:

@@ -1,9 +1,11 @@
 """The decode scheduler: requests arrive computed, and their KV is written by a peer.
 
 DecodePreallocQueue (bootstrapping, waiting, unbound) -> DecodeTransferQueue (transferring) ->
-running. The promise: blocks of an attempt that failed or was aborted are not used again before
-Quiet (or Received: then all of it is written), an event of an old attempt moves nothing, and a
-request whose prefill is lost before its first token waits for another one.
+running. The promises: blocks of an attempt that failed or was aborted are not used again before
+Quiet (or Received: then all of it is written), and an event of an old attempt moves nothing. First
+tokens are said as soon as they are known, once; the KV that comes later must be of the same. A
+request whose prefill is lost before that waits for another one; later it is resumed with what it
+has said, as one that was retracted.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Final
 from pdrt.data.commands import OpenReceiver
 from pdrt.data.events import (
     SLOT_COMPLETE,
+    FirstTokens,
     PromptStarted,
     Quiet,
     Received,
@@ -25,22 +28,27 @@ from pdrt.data.events import (
 )
 from pdrt.device.batch import Drawn
 from pdrt.errors import BadRequest, TransferFailed
-from pdrt.messages import Problem, Submit
+from pdrt.messages import Problem, Submit, unpack_tops
 from pdrt.sched.base import Scheduler
 from pdrt.sched.book import SchedStats
 from pdrt.sched.effects import Effect
 from pdrt.sched.events import (
+    Arrived,
     AttemptLost,
     AttemptRefused,
     Cancelled,
+    EndedEarly,
     FellBack,
+    FirstsKept,
+    FirstsTold,
     Order,
     Rebound,
     ResumeLocally,
+    Returned,
 )
 from pdrt.sched.limits import Limits
 from pdrt.sched.plan import Plan
-from pdrt.sched.request import Request, State
+from pdrt.sched.request import First, Request, State
 
 QUEUES: Final = (
     ("prealloc_queue", (State.BOOTSTRAPPING, State.WAITING, State.UNBOUND)),
@@ -102,16 +110,27 @@ class DecodeDisaggScheduler:
                 self._quiet(room, attempt)
             case Received(room, attempt, record):
                 self._received(room, attempt, record)
-            case ReceiverReady(room, attempt) | PromptStarted(room, attempt):
-                if (request := self._current(room, attempt)) is not None:
-                    self.book.move(request, event)
-            case ReceiveFailed(room, attempt):
-                if (request := self._current(room, attempt)) is not None:
-                    self._failed(request, event, now)
+            case ReceiverReady() | PromptStarted() | FirstTokens() | ReceiveFailed():
+                if (request := self._current(event.room, event.attempt)) is not None:
+                    self._goes_on(request, event, now)
             case Rebound() | ResumeLocally():
                 self._redirected(event)
             case _:
                 self.book.counters["late"] += 1  # the prefill side's
+
+    def _goes_on(
+        self,
+        request: Request,
+        event: ReceiverReady | PromptStarted | FirstTokens | ReceiveFailed,
+        now: float,
+    ) -> None:
+        match event:
+            case FirstTokens():
+                self._first_tokens(request, event)
+            case ReceiveFailed():
+                self._failed(request, event, now)
+            case _:
+                self.book.move(request, event)
 
     def _current(self, room: int, attempt: int) -> Request | None:
         """The request, if this is about its present attempt."""
@@ -138,21 +157,61 @@ class DecodeDisaggScheduler:
             self.book.counters["ignored"] += 1
             return
         self.book.counters["transfers"] += 1
-        if record.status != SLOT_COMPLETE or record.kv_len != len(request.tokens):
-            self._bad_record(request, record)
-            return
-        cached = 0 if request.said else record.cached_tokens
-        self._base.say(request, record.token, record.logprob, cached)
-
-    def _bad_record(self, request: Request, record: SlotRecord) -> None:
         request.is_quiet = True
-        told = f"room {request.room} attempt {request.attempt}: the slot vouches for "
-        told += f"{record.kv_len} tokens (status {record.status}), not {len(request.tokens)}"
-        self.book.move(request, AttemptRefused(Problem.of(TransferFailed(told))))
+        if cause := _contradiction(request, record):
+            self._contradicted(request, cause)
+        elif request.firsts:
+            self._arrived(request, record)
+        else:
+            cached = 0 if request.said else record.cached_tokens
+            self._base.say(request, record.token, record.logprob, cached)
+
+    def _contradicted(self, request: Request, cause: str) -> None:
+        self.book.counters["slots_refused"] += 1
+        if request.has_told:
+            self._resume(request)
+        else:
+            told = f"room {request.room} attempt {request.attempt}: {cause}"
+            self.book.move(request, AttemptRefused(Problem.of(TransferFailed(told))))
+
+    def _first_tokens(self, request: Request, event: FirstTokens) -> None:
+        """They come once, ahead of their KV; when that was faster they are not needed."""
+        is_early = self.limits.early_first_token
+        is_due = request.state is State.TRANSFERRING and not request.firsts
+        is_due = is_due and len(event.tokens) == request.sampling.n
+        if not is_due or not (is_early or request.needs_firsts):
+            self.book.counters["ignored"] += 1
+            return
+        firsts = _firsts_of(request, event)
+        if not is_early:
+            self.book.move(request, FirstsKept(firsts))
+            return
+        self._tell(request, FirstsTold(firsts, 0 if request.said else event.cached_tokens))
+
+    def _tell(self, request: Request, told: FirstsTold) -> None:
+        self.book.move(request, told)
+        if all(first.finish for first in told.firsts):
+            self.book.move(request, EndedEarly())
+
+    def _arrived(self, request: Request, record: SlotRecord) -> None:
+        self.book.learn(request, len(request.tokens))
+        if not request.has_told:
+            cached = 0 if request.said else record.cached_tokens
+            self._tell(request, FirstsTold(request.firsts, cached))
+        if request.state is State.TRANSFERRING:
+            self.book.move(request, Arrived())
+
+    def _resume(self, request: Request) -> None:
+        """Its client has tokens: it is computed again with them, and none is said twice."""
+        self.book.counters["resumed"] += 1
+        elsewhere = self._base.is_computed_elsewhere(request) and not request.is_resuming
+        self.book.move(request, Returned() if elsewhere else FellBack())
 
     def _failed(self, request: Request, event: ReceiveFailed, now: float) -> None:
         if request.is_resuming:
             self.book.move(request, FellBack())
+        elif request.has_told and event.problem.is_retryable:
+            self._resume(request)
         elif event.problem.is_retryable and not event.was_written:
             until = now + self.limits.rebind_grace_s
             self.book.move(request, AttemptLost(event.problem, until))
@@ -165,7 +224,31 @@ class DecodeDisaggScheduler:
             self.book.counters["late"] += 1
         elif isinstance(event, Rebound) and event.attempt <= request.attempt:
             self.book.counters["stale"] += 1
+        elif isinstance(event, Rebound) and (request.has_told or request.is_resuming):
+            self.book.counters["ignored"] += 1  # it has tokens: it asks for itself
         elif isinstance(event, ResumeLocally) and not request.is_resuming:
             self.book.counters["ignored"] += 1  # no prompt is computed here unless policy says so
         else:
             self.book.move(request, event)
+
+
+def _contradiction(request: Request, record: SlotRecord) -> str:
+    """Why this slot is not what was asked for; empty when it is."""
+    if record.status != SLOT_COMPLETE or record.kv_len != len(request.tokens):
+        return (
+            f"the slot vouches for {record.kv_len} tokens (status {record.status}),"
+            f" not {len(request.tokens)}"
+        )
+    if request.firsts and record.token != request.firsts[0].token:
+        return f"the slot names token {record.token}, told was {request.firsts[0].token}"
+    if request.needs_firsts and not request.firsts:
+        return "no first tokens were told"
+    return ""
+
+
+def _firsts_of(request: Request, event: FirstTokens) -> tuple[First, ...]:
+    tops = unpack_tops(event.tops, len(event.tokens))
+    return tuple(
+        First(token, logprob, top, request.finish_with(token))
+        for token, logprob, top in zip(event.tokens, event.logprobs, tops, strict=True)
+    )

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pdrt import errors
-from pdrt.messages import Finish, Problem, Source
+from pdrt.messages import Finish, Problem, Source, Top
+from pdrt.sched.request import First
 
 # Told by the supervisor.
 
@@ -20,6 +21,11 @@ class Cancelled:
 
     room: int
     reason: str
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a stop string was complete, so that nothing has failed."""
+        return self.reason == "stop"
 
     @property
     def problem(self) -> Problem:
@@ -80,6 +86,7 @@ class TokenOut:
     token: int
     logprob: float
     cached_tokens: int = 0
+    top: Top = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,32 @@ class LastToken:
     logprob: float
     finish: Finish
     cached_tokens: int = 0
+    top: Top = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FirstsTold:
+    """Decode: the first tokens are here, ahead of their KV, and are said at once."""
+
+    firsts: tuple[First, ...]
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstsKept:
+    """Decode: the first tokens are here, and are said when their KV is."""
+
+    firsts: tuple[First, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndedEarly:
+    """Decode: the first tokens were the last ones too; no KV is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Decode: the KV is here, of a prompt whose first tokens were said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +130,7 @@ class Retracted:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Its blocks are needed by others; the prefill side computes it again."""
+    """Its blocks are needed by others, or its KV was lost; the prefill side computes it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +150,7 @@ class AttemptRefused:
 
 @dataclass(frozen=True, slots=True)
 class FellBack:
-    """The prefill attempt of a retracted request failed; it is computed here."""
+    """The prefill attempt of a request that was heard of already failed; it is computed here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +162,9 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Prefill: the last chunk is computed and the first token drawn."""
+    """Prefill: the last chunk is computed and the first token of each sequence drawn."""
 
-    token: int
-    logprob: float
+    firsts: tuple[First, ...]
 
 
 @dataclass(frozen=True, slots=True)

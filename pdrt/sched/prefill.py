@@ -31,7 +31,7 @@ from pdrt.sched.events import (
 from pdrt.sched.limits import Limits
 from pdrt.sched.plan import Plan, prefill_budget, sendable, steps
 from pdrt.sched.prefill_life import PREFILL
-from pdrt.sched.request import Request, State, from_submit, prompt_hash
+from pdrt.sched.request import First, Request, State, from_submit, prompt_hash
 
 QUEUES: Final = (
     ("bootstrap_queue", (State.BOOTSTRAPPING,)),
@@ -140,4 +140,4 @@ class PrefillDisaggScheduler:
             if one is None:
                 self.book.move(request, Computed(end, sendable(end, request.sent, self.limits)))
             else:
-                self.book.move(request, Prefilled(one.token, one.logprob))
+                self.book.move(request, Prefilled((First(one.token, one.logprob, one.top),)))

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
-from pdrt.data.commands import AbortSend, SendBlocks, TellStarted
+from pdrt.data.commands import AbortSend, SendBlocks, TellFirsts, TellStarted
 from pdrt.data.events import SLOT_COMPLETE, SenderReady, SendFailed, SlotRecord
 from pdrt.machine import Edge, Table
-from pdrt.messages import Output
+from pdrt.messages import Output, pack_tops
 from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
 from pdrt.sched.events import (
     Cancelled,
@@ -62,10 +62,22 @@ def _send_last(r: Request, e: Prefilled) -> Effects:
         status=SLOT_COMPLETE,
         kv_len=r.computed,
         cached_tokens=min(r.cached_tokens, r.prompt_tokens),
-        token=e.token,
-        logprob=e.logprob,
+        token=e.firsts[0].token,
+        logprob=e.firsts[0].logprob,
     )
-    return _send(r, len(r.blocks), record)
+    return [_tell_firsts(r, e), *_send(r, len(r.blocks), record)]
+
+
+def _tell_firsts(r: Request, e: Prefilled) -> TellFirsts:
+    """Ahead of the last blocks: decode's client need not wait for the transfer."""
+    return TellFirsts(
+        room=r.room,
+        attempt=r.attempt,
+        tokens=tuple(first.token for first in e.firsts),
+        logprobs=tuple(first.logprob for first in e.firsts),
+        tops=pack_tops([first.top for first in e.firsts]) if r.sampling.top_logprobs else b"",
+        cached_tokens=min(r.cached_tokens, r.prompt_tokens),
+    )
 
 
 def _let_go(r: Request) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pdrt.errors import BadMessage, BadRequest
-from pdrt.messages import Finish, Problem, Sampling, Source, Submit, pack_ids, unpack_ids
+from pdrt.messages import Finish, Problem, Sampling, Source, Submit, Top, pack_ids, unpack_ids
 from pdrt.sched.prefix import Chain
 
 
@@ -24,6 +24,16 @@ class State(StrEnum):
     RUNNING = "running"  # holds blocks; the device computes it
     INFLIGHT = "inflight"  # holds blocks; computed, the transport still reads them
     DONE = "done"  # told; holds nothing
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """A sequence's first token; with `finish` it is the last one, too."""
+
+    token: int
+    logprob: float
+    top: Top = ()
+    finish: Finish | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +59,8 @@ class Request:
     overtaken: int = 0  # how often a later request was admitted before this one
     is_returning: bool = False  # lost what it held through no fault of its own: first in line
     is_resuming: bool = False  # was retracted: its client has tokens already
+    firsts: tuple[First, ...] = ()  # drawn by the other side, whose KV is still on its way
+    has_told: bool = False  # the client has the `firsts` already
     is_quiet: bool = False  # nobody can write its blocks any more
     lost_until: float = 0.0  # unbound: how long another prefill is waited for
     problem: Problem | None = None  # unbound: what happened to the last one
@@ -79,6 +91,11 @@ class Request:
 
     def packed(self) -> bytes:
         return pack_ids(self.tokens)
+
+    @property
+    def needs_firsts(self) -> bool:
+        """Whether a slot, which holds one token and no more, is not enough to go on from."""
+        return self.sampling.n > 1 or self.sampling.top_logprobs > 0
 
     @property
     def finished(self) -> Finish | None:

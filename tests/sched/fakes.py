@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from pdrt.data.events import SLOT_COMPLETE, Received, SlotRecord, TransferEvent
+from pdrt.data.commands import AdmitReceiver
+from pdrt.data.events import SLOT_COMPLETE, FirstTokens, Received, SlotRecord, TransferEvent
 from pdrt.device.batch import Drawn, SeqStep
-from pdrt.messages import Output, Sampling, Source, Submit, pack_ids
+from pdrt.messages import Output, Sampling, Source, Submit, pack_ids, pack_tops
 from pdrt.sched.blocks import Quarantine
 from pdrt.sched.book import Book, SchedStats
 from pdrt.sched.effects import Effect, Say
@@ -49,8 +50,10 @@ def submit(
     time_left: float = 100.0,
     source: Source | None = HOME,
     said: Sequence[int] = (),
+    salt: str = "",
     ignore_eos: bool = True,
     stop: tuple[int, ...] = (),
+    top: int = 0,
 ) -> Submit:
     return Submit(
         room=room,
@@ -58,9 +61,12 @@ def submit(
         request_id=f"r{room}",
         tokens=pack_ids([*prompt, *said]),
         prompt_tokens=len(prompt),
-        sampling=Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop),
+        sampling=Sampling(
+            max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop, top_logprobs=top
+        ),
         time_left=time_left,
         source=source,
+        salt=salt,
     )
 
 
@@ -80,6 +86,10 @@ class FakeDevice:
         for i, token in enumerate(tokens, start):
             self.pool[blocks[i // self.block_size]][i % self.block_size] = token
 
+    def copy_from(self, other: FakeDevice, theirs: int, mine: int) -> None:
+        """What a transfer does to one block."""
+        self.pool[mine] = list(other.pool[theirs])
+
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
         self.batches.append(tuple(batch))
         for step in batch:
@@ -89,7 +99,8 @@ class FakeDevice:
     def _draw(self, step: SeqStep) -> Drawn:
         count = step.start + len(step.tokens)
         token = self.script.get(count, next_token(self.read(step.blocks, count)))
-        return Drawn(step.key, token, -0.5)
+        top = ((token, -0.5),) if step.draw and step.draw.sampling.top_logprobs else ()
+        return Drawn(step.key, token, -0.5, top)
 
 
 class AnyScheduler(Protocol):
@@ -140,12 +151,27 @@ class Rig:
 
     def commit(self, plan: Plan) -> None:
         if plan.batch:
+            self._check_writes(plan)
             self.sched.commit(plan, self.device.execute(plan.batch), self.now)
             self.drain()
+
+    def _check_writes(self, plan: Plan) -> None:
+        """Nothing is computed into a block that others read or may find."""
+        size = self.device.block_size
+        for step in plan.batch:
+            if step.key in self.book.requests:
+                last = (step.start + len(step.tokens) - 1) // size
+                self._check_own(step.blocks[step.start // size : last + 1])
+
+    def _check_own(self, blocks: Iterable[int]) -> None:
+        pool = self.book.blocks
+        assert all(pool.owners(b) == 1 and not pool.cache.knows(b) for b in blocks), blocks
 
     def drain(self) -> None:
         while self.book.outbox:
             effect = self.book.outbox.popleft()
+            if isinstance(effect, AdmitReceiver):
+                self._check_own(effect.blocks)
             if isinstance(effect, Say):
                 self._hear(effect.output)
             else:
@@ -178,6 +204,13 @@ def received(room: int, attempt: int, tokens: Sequence[int], token: int | None =
     return Received(room, attempt, record)
 
 
+def first_tokens(room: int, attempt: int, tokens: Sequence[int], top: int = 0) -> FirstTokens:
+    """What an honest prefill rank tells as soon as it has drawn."""
+    token = next_token(tokens)
+    tops = pack_tops([((token, -0.5),)]) if top else b""
+    return FirstTokens(room, attempt, (token,), (-0.5,), tops)
+
+
 def check_books(book: Book) -> None:
     """Owners are counted right, a slot has one, and only those who may hold something do."""
     blocks = [b for r in book.requests.values() for b in r.blocks]
@@ -190,7 +223,9 @@ def check_books(book: Book) -> None:
         owners[b] for b in range(book.blocks.total)
     ]
     assert book.blocks.used == len(owners)
-    assert book.blocks.free + book.blocks.used == book.blocks.total
+    for block in range(book.blocks.total):
+        cached = book.blocks.cache.is_idle(block)
+        assert not cached or (book.blocks.cache.knows(block) and not owners[block])
     assert len(slots) == len(set(slots)) == book.slots.used
     assert book.quarantine.blocks == sum(len(h.blocks) for _, h in book.quarantine)
     holding = {State.TRANSFERRING, State.RUNNING, State.INFLIGHT}

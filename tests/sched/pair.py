@@ -11,9 +11,11 @@ from pdrt.data.commands import (
     ExpectHandshakes,
     OpenReceiver,
     SendBlocks,
+    TellFirsts,
     TellStarted,
 )
 from pdrt.data.events import (
+    FirstTokens,
     PromptStarted,
     Quiet,
     Received,
@@ -23,6 +25,7 @@ from pdrt.data.events import (
     SenderReady,
     SendFailed,
 )
+from pdrt.data.transfer import Key
 from pdrt.errors import PdrtError
 from pdrt.messages import AskPrefill, Problem, Submit, unpack_ids
 from pdrt.sched.decode import DecodeDisaggScheduler
@@ -32,11 +35,14 @@ from pdrt.sched.limits import Limits
 from pdrt.sched.prefill import PrefillDisaggScheduler
 from tests.sched.fakes import EOS, FakeDevice, Rig, check_books, is_baseline, submit
 
+LOST = Problem(code="peer_lost", message="prefill is gone")
 GONE = Problem(code="cancelled", message="the other side left")
 
 
 class Pair:
-    """`refuses` says of a re-prefill whether the prefill side turns it down."""
+    """`refuses` says of a re-prefill whether the prefill side turns it down, `breaks` of an attempt
+    whether it is lost once its first token is out; written blocks are on their way `lag` rounds.
+    """
 
     def __init__(
         self,
@@ -46,23 +52,27 @@ class Pair:
         decode_blocks: int,
         slots: int = 64,
         refuses: Callable[[AskPrefill], bool] = lambda _ask: False,
+        device: type[FakeDevice] = FakeDevice,
+        lag: int = 0,
+        breaks: Callable[[Key], bool] = lambda _key: False,
     ) -> None:
         size = limits.block_size
         self.prefill = Rig(
-            PrefillDisaggScheduler(limits, prefill_blocks), FakeDevice(prefill_blocks, size)
+            PrefillDisaggScheduler(limits, prefill_blocks), device(prefill_blocks, size)
         )
         self.decode = Rig(
             DecodeDisaggScheduler(limits, decode_blocks, slots, {EOS}),
-            FakeDevice(decode_blocks, size),
+            device(decode_blocks, size),
         )
-        self._refuses = refuses
+        self._refuses, self._lag, self._breaks = refuses, lag, breaks
+        self._flying: list[tuple[int, SendBlocks]] = []  # and in which round they land
         self._submits: dict[int, Submit] = {}
-        self._expected: set[tuple[int, int]] = set()
-        self._admitted: dict[tuple[int, int], AdmitReceiver] = {}
-        self.rounds = 0
+        self._expected: set[Key] = set()
+        self._admitted: dict[Key, AdmitReceiver] = {}
+        self.rounds = self.blocks_moved = 0
 
-    def submit(self, room: int, prompt: list[int], max_tokens: int) -> None:
-        message = submit(room, prompt, max_tokens=max_tokens, time_left=1000.0)
+    def submit(self, room: int, prompt: list[int], max_tokens: int, salt: str = "") -> None:
+        message = submit(room, prompt, max_tokens=max_tokens, time_left=1000.0, salt=salt)
         self._submits[room] = message
         self.decode.submit(message)
         self.prefill.submit(message)
@@ -75,6 +85,7 @@ class Pair:
     def round(self) -> None:
         """Both sides step once, and the wire carries what they want."""
         self.rounds += 1
+        self._land()
         self.prefill.step()
         self._carry()
         self.decode.step()
@@ -101,26 +112,53 @@ class Pair:
         match effect:
             case OpenReceiver(room, attempt):
                 self.decode.feed(ReceiverReady(room, attempt))
-            case ExpectHandshakes(room, attempt):
-                self._expected.add((room, attempt))
-                self._meet((room, attempt))
             case AdmitReceiver(room, attempt):
                 self._admitted[room, attempt] = effect
                 self._meet((room, attempt))
-            case TellStarted(room, attempt):
-                self.decode.feed(PromptStarted(room, attempt))
-            case SendBlocks():
-                self._copy(effect)
+            case AbortReceiver(room, attempt, _, is_served):
+                self._abort((room, attempt), is_served)
             case AskPrefill():
                 self._ask(effect)
-            case AbortReceiver(room, attempt):
-                self._abort((room, attempt))
-            case AbortSend(room, attempt):
-                self._stop((room, attempt))
             case Say():
                 raise AssertionError("rigs keep what is said to themselves")
+            case _:
+                self._carry_to_decode(effect)
 
-    def _meet(self, key: tuple[int, int]) -> None:
+    def _carry_to_decode(self, effect: Effect) -> None:
+        match effect:
+            case ExpectHandshakes(room, attempt):
+                self._expected.add((room, attempt))
+                self._meet((room, attempt))
+            case TellStarted(room, attempt):
+                self.decode.feed(PromptStarted(room, attempt))
+            case TellFirsts():
+                self._tell_firsts(effect)
+            case SendBlocks():
+                self._flying.append((self.rounds + self._lag, effect))
+                self._land()
+            case AbortSend(room, attempt):
+                self._stop((room, attempt), GONE)
+            case _:
+                raise AssertionError(effect)
+
+    def _tell_firsts(self, told: TellFirsts) -> None:
+        key = told.room, told.attempt
+        if key not in self._admitted:
+            return
+        self.decode.feed(
+            FirstTokens(*key, told.tokens, told.logprobs, told.tops, told.cached_tokens)
+        )
+        if self._breaks(key):
+            self.prefill.feed(SendFailed(*key, LOST))
+            self._stop(key, LOST)
+
+    def _land(self) -> None:
+        due = [effect for at, effect in self._flying if at <= self.rounds]
+        self._flying = [(at, effect) for at, effect in self._flying if at > self.rounds]
+        for effect in due:
+            self._copy(effect)
+
+    def _meet(self, key: Key) -> None:
         if key in self._expected and key in self._admitted:
             self.prefill.feed(SenderReady(*key, self._admitted[key].first_block))
 
@@ -133,7 +171,8 @@ class Pair:
             if i < target.first_block:
                 continue  # another rank wants it
             place = target.blocks[i - target.first_block]
-            self.decode.device.pool[place] = list(self.prefill.device.pool[block])
+            self.decode.device.copy_from(self.prefill.device, block, place)
+            self.blocks_moved += 1
         if effect.last is not None:
             del self._admitted[key]
             self._expected.discard(key)
@@ -144,7 +183,9 @@ class Pair:
         first = self._submits[ask.room]
         tokens = unpack_ids(ask.tokens)
         prompt, said = tokens[: first.prompt_tokens], tokens[first.prompt_tokens :]
-        again = submit(ask.room, prompt, said=said, attempt=ask.attempt, time_left=1000.0)
+        again = submit(
+            ask.room, prompt, said=said, attempt=ask.attempt, time_left=1000.0, salt=first.salt
+        )
         if self._refuses(ask) or not self._takes(again):
             self.decode.feed(ResumeLocally(ask.room))
 
@@ -155,19 +196,20 @@ class Pair:
             return False
         return True
 
-    def _abort(self, key: tuple[int, int]) -> None:
+    def _abort(self, key: Key, is_served: bool) -> None:
         if key in self._expected:
             self._expected.discard(key)
-            self.prefill.feed(SendFailed(*key, GONE))
-            self.prefill.feed(SendEnded(*key, GONE))
+            if not is_served:
+                self.prefill.feed(SendFailed(*key, GONE))
+            self.prefill.feed(SendEnded(*key, None if is_served else GONE))
         if self._admitted.pop(key, None) is not None:
             self.decode.feed(Quiet(*key))
 
-    def _stop(self, key: tuple[int, int]) -> None:
+    def _stop(self, key: Key, problem: Problem) -> None:
         if key not in self._expected:
             return
         self._expected.discard(key)
-        self.prefill.feed(SendEnded(*key, GONE))
-        self.decode.feed(ReceiveFailed(*key, GONE))
+        self.prefill.feed(SendEnded(*key, problem))
+        self.decode.feed(ReceiveFailed(*key, problem))
         if self._admitted.pop(key, None) is not None:
             self.decode.feed(Quiet(*key))

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from pdrt.data.commands import AbortSend, ExpectHandshakes, SendBlocks, TellStarted
+from pdrt.data.commands import AbortSend, ExpectHandshakes, SendBlocks, TellFirsts, TellStarted
 from pdrt.data.events import SLOT_COMPLETE, Quiet, SendEnded, SenderReady, SendFailed, SlotRecord
 from pdrt.device.batch import Drawn, SeqStep
 from pdrt.errors import BadRequest, Conflict, Draining, Overloaded, TooLong
-from pdrt.messages import Problem, pack_ids
+from pdrt.messages import Problem, pack_ids, pack_tops
 from pdrt.sched.events import Cancelled, Rebound, ResumeLocally
 from pdrt.sched.limits import Limits
 from pdrt.sched.prefill import PrefillDisaggScheduler
@@ -81,6 +81,33 @@ def test_a_prompt_goes_through_the_queues_and_its_blocks_leave_chunk_by_chunk() 
     assert rig.ends[1] == ["prefilled"]
     assert is_baseline(rig.book)
     assert rig.sched.is_idle
+
+
+@pytest.mark.parametrize("top", [0, 1])
+def test_the_first_token_is_told_once_and_before_the_last_blocks_leave(top: int) -> None:
+    """CASES 97."""
+    rig = make()
+    rig.submit(submit(1, PROMPT, top=top))
+    rig.feed(SenderReady(1, 0, 0))
+    rig.step()
+    assert rig.take(TellFirsts) == []
+    rig.step()
+    token = next_token(PROMPT)
+    tops = pack_tops([((token, -0.5),)]) if top else b""
+    told, sent = rig.effects[-2:]
+    assert told == TellFirsts(1, 0, (token,), (-0.5,), tops)
+    assert isinstance(sent, SendBlocks)
+    assert sent.last is not None
+    rig.feed(SendEnded(1, 0, None))
+    assert len(rig.take(TellFirsts)) == 1
+
+
+def test_a_prompt_whose_answer_ended_with_its_first_token_is_done() -> None:
+    """CASES 86: decode needs no more of it, and the router is told of no failure."""
+    rig = at(State.INFLIGHT)
+    rig.feed(SendEnded(1, 0, None))
+    assert rig.ends[1] == ["prefilled"]
+    assert is_baseline(rig.book)
 
 
 @pytest.mark.parametrize("length", [1, B - 1, B, B + 1, 6, 7, 16, 17])

@@ -44,6 +44,7 @@ from tests.sched.fakes import (
     Rig,
     answer,
     check_books,
+    first_tokens,
     is_baseline,
     received,
     submit,
@@ -130,8 +131,9 @@ class World(RuleBasedStateMachine):
         return self.tries[room] << 16
 
     def enter(self, room: int, attempt: int, length: int, count: int, left: float) -> None:
-        prompt = [1 + (room + i) % 90 for i in range(length)]
-        message = submit(room, prompt, attempt=attempt, max_tokens=count, time_left=left)
+        prompt = [1 + (room % 3 + i) % 90 for i in range(length)]  # some begin alike
+        top = room % 3 == 2
+        message = submit(room, prompt, attempt=attempt, max_tokens=count, time_left=left, top=top)
         known = room in self.rig.book.rooms
         try:
             self.rig.submit(message)
@@ -277,12 +279,29 @@ class DecodeWorld(Answers):
         if self.writers:
             self.arrive(list(self.writers)[pick % len(self.writers)], twice=twice)
 
+    @precondition(lambda self: self.rig.effects or self.writers)
+    @rule(pick=picks, twice=st.booleans())
+    def first_tokens_come(self, pick: int, twice: bool) -> None:
+        """Ahead of the KV, or late, or of an attempt that was given up."""
+        self.note()
+        if self.writers:
+            key = list(self.writers)[pick % len(self.writers)]
+            for _ in range(1 + twice):
+                self.tell_firsts(key)
+
+    def tell_firsts(self, key: tuple[int, int]) -> None:
+        request = self.rig.book.rooms.get(key[0])
+        tokens = [7] if request is None else request.tokens
+        self.rig.feed(first_tokens(*key, tokens, top=key[0] % 3 == 2))
+
     def arrive(self, key: tuple[int, int], *, twice: bool = False) -> None:
         admitted = self.writers.pop(key)
         request = self.rig.book.rooms.get(key[0])
         tokens = [7] * admitted.prompt_tokens
         if request is not None and self.is_current(key):
             tokens = list(request.tokens)
+            if request.needs_firsts and not request.firsts:
+                self.tell_firsts(key)  # the data plane waits for them
         self.rig.device.write(admitted.blocks, 0, tokens[admitted.first_block * B :])
         for _ in range(1 + twice):
             self.rig.feed(received(*key, tokens))
@@ -331,6 +350,7 @@ class DecodeWorld(Answers):
             SendEnded(room, attempt, None),
             Quiet(room, 5),
             received(room, 5, [1, 2]),
+            first_tokens(room, 5, [1, 2]),
             ReceiveFailed(room, 5, PROBLEM),
         ]
         self.rig.feed(junk[pick % len(junk)])

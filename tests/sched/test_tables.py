@@ -34,6 +34,10 @@ ANSWER_OWN: tuple[type, ...] = (
     events.Granted,
     events.Grown,
     events.Computed,
+    events.FirstsTold,
+    events.FirstsKept,
+    events.EndedEarly,
+    events.Arrived,
     events.TokenOut,
     events.LastToken,
     events.Retracted,
@@ -81,6 +85,8 @@ def test_every_cell_of_the_answer_table_is_decided_once() -> None:
         ANSWER_OWN,
         ANSWER_STATES,
         """queued:Granted waiting:Granted transferring:TokenOut transferring:LastToken
+        transferring:FirstsTold transferring:FirstsKept transferring:EndedEarly
+        transferring:Arrived transferring:Returned
         running:Grown running:Computed running:TokenOut running:LastToken running:Retracted
         running:Returned done:Computed done:TokenOut done:LastToken""",
     )
