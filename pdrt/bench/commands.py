@@ -124,6 +124,37 @@ def bench_overlap(
     raise typer.Exit(overlap(settings, tokens, prompts, report, Console(highlight=False)))
 
 
+@bench.command("engine", epilog="Example: `pdrt bench engine --dtype bfloat16 --quick`")
+def bench_engine(
+    model: Annotated[
+        str, typer.Option(help="A model's directory, or llama-100m or tiny: random ones made here.")
+    ] = "llama-100m",
+    dtype: Annotated[str, typer.Option(help="A list.")] = "float32,bfloat16",
+    threads: Annotated[int, typer.Option(min=0, help="0: all cores.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Few rounds: a first look.")] = False,
+    peer: Annotated[str, typer.Option(help="transformers: measure it too, in turns.")] = "",
+    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
+) -> None:
+    """How near decode and prefill on the CPU come to the machine's limit.
+
+    In this process, without server: one, 8 and 32 sequences, prompts of 512 and 2,048 tokens.
+    """
+    from pdrt.bench.engine import QUICK, Asked, Effort, dtypes_of, engine
+    from pdrt.bench.random_model import NAMED, prepared
+    from pdrt.bench.shell import Report
+
+    if peer not in ("", "transformers"):
+        raise ConfigError(f"--peer {peer!r}: transformers is the one that there is")
+    if model in NAMED:
+        model = str(prepared(config.cache_dir(), model, NAMED[model]))
+    chosen = {"model": {"path": model}, "device": {"kind": "cpu", "threads": threads}}
+    settings = with_model(config.load(NodeConfig, None, options=chosen))
+    asked = Asked(settings, dtypes_of(dtype), QUICK if quick else Effort(), bool(peer))
+    report = Report(json_file, is_quiet=quiet)
+    raise typer.Exit(engine(asked, report, Console(highlight=False)))
+
+
 def _bench_key(address: str, option: str) -> ClusterKey:
     """The cluster key of both ends: named, or on loopback the user's. Raises ConfigError."""
     from pdrt.bench.control_line import split_address
