@@ -329,7 +329,7 @@ def _measured(wanted: Wanted, defaults: NodeConfig) -> Wanted:
 
     path, kv_memory = with_model(defaults).model.path, defaults.scheduler.kv_memory
     for tp in (wanted.prefill_tp, wanted.decode_tp):
-        ModelSpec.read(path).check_tp(tp, path)
+        ModelSpec.read(path, backend=defaults.model.backend).check_tp(tp, path)
     return replace(
         wanted,
         model=path,

@@ -55,7 +55,7 @@ class DeviceThread:
 
     async def _load_all(self) -> None:
         config, rank = self._spec.config, self._spec.rank
-        self.max_len = ModelSpec.read(config.model.path, config.model.max_model_len).max_model_len
+        self.max_len = ModelSpec.of(config.model).max_model_len
         self.runner = await self.run(
             self._load, config, self._progress, rank.tp, config.parallel.tp
         )

@@ -161,7 +161,7 @@ def _model(config: NodeConfig, cache: Path) -> Iterator[tuple[Finding, int]]:
             return
         path = str(demo.directory(cache))
     try:
-        spec = ModelSpec.read(path, config.model.max_model_len)
+        spec = ModelSpec.read(path, config.model.max_model_len, config.model.backend)
     except PdrtError as error:
         yield wrong(f"model: {error}", "name another directory in [model] path"), 0
         return

@@ -1,9 +1,9 @@
 """What a model is, read from its Hugging Face directory without torch and without its weights.
 
 A model that pdrt would compute wrongly is refused here, by the name of what is not supported,
-before any weight is read: an unknown architecture or rope variant, a sliding window that would
-cut, quantised weights. `families` has a function for each architecture. `NULL_SPEC` describes
-the null device's stand-in for a model.
+before any weight is read: state-space layers, an encoder, quantised weights. `families` has a
+function for each architecture that is computed natively, and one for all that transformers
+computes. `NULL_SPEC` describes the null device's stand-in for a model.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from pdrt.config import ModelSection
 from pdrt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdrt.families.fields import Fields
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16", "uint8"]
 RopeKind: TypeAlias = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+Backend: TypeAlias = Literal["auto", "native", "transformers"]
 NULL_PATH: Final = "null"
 
 
@@ -95,29 +100,37 @@ class ModelSpec:
     backend: Literal["native", "transformers"] = "native"
 
     @staticmethod
-    def read(path: str | Path, max_model_len: int = 0) -> ModelSpec:
+    def of(model: ModelSection) -> ModelSpec:
+        """The configured one. Raises ConfigError as `read` does."""
+        return ModelSpec.read(model.path, model.max_model_len, model.backend)
+
+    @staticmethod
+    def read(path: str | Path, max_model_len: int = 0, backend: Backend = "auto") -> ModelSpec:
         """The model in a directory (or NULL_SPEC for `null`), limited to `max_model_len` tokens.
 
         Raises ConfigError: no such model, not supported, or a limit above the model's own.
         """
         if str(path) == NULL_PATH:
             return _limited(NULL_SPEC, max_model_len)
-        from pdrt.families.fields import Fields, read_json
-        from pdrt.families.registry import parse  # here, since families make specs
+        from pdrt.families.fields import Fields, read_json  # here, since families make specs
 
         config = Path(path) / "config.json"
         fields = Fields(config, read_json(config))
-        spec = _limited(parse(fields), max_model_len)
-        if 0 < spec.sliding_window < spec.max_model_len and spec.backend == "native":
-            raise fields.refuse(
-                "sliding_window",
-                "sliding windows are not supported;"
-                f" set [model] max_model_len to at most {spec.sliding_window}",
-            )
-        return spec
+        match backend:
+            case "native":
+                return _native(fields, max_model_len)
+            case "transformers":
+                return _foreign(fields, max_model_len)
+            case "auto":
+                return _either(fields, max_model_len)
 
     def check_tp(self, size: int, path: str = "") -> None:
         """Raises ConfigError when `size` tensor-parallel ranks cannot share this model evenly."""
+        if self.backend == "transformers" and size > 1:
+            raise ConfigError(
+                f"[parallel] tp = {size}: {self.architecture} is computed through transformers,"
+                f" which serves tp = 1 alone{f' ({path})' if path else ''}"
+            )
         if why := self._why_not_tp(size):
             fitting = (n for n in range(1, self.heads + 1) if not self._why_not_tp(n))
             raise ConfigError(
@@ -166,3 +179,35 @@ def _limited(spec: ModelSpec, max_model_len: int) -> ModelSpec:
             f"[model] max_model_len = {max_model_len}: this model goes to {spec.max_model_len}"
         )
     return replace(spec, max_model_len=max_model_len) if max_model_len else spec
+
+
+def _native(fields: Fields, max_model_len: int) -> ModelSpec:
+    from pdrt.families.registry import parse
+
+    spec = _limited(parse(fields), max_model_len)
+    if 0 < spec.sliding_window < spec.max_model_len:
+        raise fields.refuse(
+            "sliding_window",
+            "sliding windows are not supported;"
+            f" set [model] max_model_len to at most {spec.sliding_window}",
+        )
+    return spec
+
+
+def _foreign(fields: Fields, max_model_len: int) -> ModelSpec:
+    from pdrt.families.registry import parse_foreign
+
+    return _limited(parse_foreign(fields), max_model_len)
+
+
+def _either(fields: Fields, max_model_len: int) -> ModelSpec:
+    """Native where that can be, else through transformers, which is slower."""
+    try:
+        return _native(fields, max_model_len)
+    except ConfigError as native:
+        try:
+            return _foreign(fields, max_model_len)
+        except ConfigError as foreign:
+            if str(native) == str(foreign):
+                raise native from None
+            raise ConfigError(f"{native}; through transformers: {foreign}") from None

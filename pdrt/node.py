@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import signal
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Final
 
 import setproctitle
@@ -22,23 +22,18 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from pdrt import telemetry
 from pdrt.config import DisaggConfig, NodeConfig, Place, Role, bracketed, is_loopback
-from pdrt.control.api import make_app
-from pdrt.control.dispatch import DPDispatcher
 from pdrt.control.figures import WorkerFigures
 from pdrt.control.heartbeat import News, Time
 from pdrt.control.http import listen
-from pdrt.control.leader import Leader, Limits
 from pdrt.control.lives import NodeState
-from pdrt.control.parts import Condition, Handle, Hire, Parts, lanes
-from pdrt.control.shown import Shown
-from pdrt.control.sides import make_side
+from pdrt.control.parts import Handle, Hire
 from pdrt.control.supervisor import DrainWanted, Said, Signalled, Supervisor
-from pdrt.control.text import TextPool, open_text
 from pdrt.control.worker_handle import Lost, WorkerHandle
 from pdrt.data.installed import check_installed
 from pdrt.data.peer import Health
 from pdrt.errors import ConfigError, PeerLost, first_of
 from pdrt.folder import PrivateFolder
+from pdrt.fronts import Front, Lead, Led, Setting
 from pdrt.keys import ClusterKey
 from pdrt.messages import FromWorker, Rank
 from pdrt.modelspec import ModelSpec
@@ -60,36 +55,35 @@ class Node:
         key: ClusterKey,
         hire: Hire = WorkerHandle,
     ) -> None:
-        self._config, self._key = config, key
+        self._config, self._key, self._hire = config, key, hire
         self._disagg = DisaggConfig.derive(role, config, place)
-        self._spec = ModelSpec.read(config.model.path, config.model.max_model_len)
+        spec = ModelSpec.read(config.model.path, config.model.max_model_len)
+        self._setting = Setting(role, config, place, key, self._disagg, spec, time.time_ns())
         self._log = structlog.get_logger()
         self._folder = PrivateFolder("pdrt-node-")  # for sockets
-        own_time = Time(time.monotonic)
-        side = make_side(role, config, self._disagg, key, self._news, time.time_ns())
-        ranks = [
-            Rank(dp=dp, tp=tp)
-            for dp in range(config.parallel.dp)
-            for tp in range(config.parallel.tp)
-        ]
-        handles = [
-            hire(rank, self._maker(role, rank), self._folder.path, self._heard, own_time)
-            for rank in ranks
-        ]
-        dispatcher = DPDispatcher(lanes(handles, side.told), time.monotonic)
-        condition = Condition(turned_at=time.monotonic())
-        self._parts = Parts(role, side, handles, dispatcher, condition)
+        self._front = self._make_front(place)
+        self._parts = self._front.parts
         self._registry = CollectorRegistry()
-        self._registry.register(WorkerFigures(handles))
+        self._registry.register(WorkerFigures(self._parts.handles))
         delay = Histogram(
             "pdrt_loop_delay_seconds",
             "How late the event loop came round",
             buckets=_DELAYS,
             registry=self._registry,
         )
+        own_time = Time(time.monotonic)
         self._supervisor = Supervisor(
             self._parts, config.timeouts, own_time, time.time, delay.observe
         )
+
+    def _make_front(self, place: Place) -> Front:
+        def hired(rank: Rank) -> Handle:
+            own_time = Time(time.monotonic)
+            return self._hire(rank, self._maker(rank), self._folder.path, self._heard, own_time)
+
+        if place.is_leader:
+            return Lead(self._setting, hired, self._tell, self._news)
+        return Led(self._setting, hired)
 
     async def live(self) -> int:
         """The exit status. Raises ConfigError when it cannot even begin."""
@@ -99,7 +93,7 @@ class Node:
                 await self._bind(stack)
                 telemetry.settle()
                 async with asyncio.TaskGroup() as tasks:
-                    living = [tasks.create_task(each) for each in self._parts.side.actors()]
+                    living = [tasks.create_task(each) for each in self._front.actors()]
                     await self._supervisor.run()
                     for task in living:
                         task.cancel()
@@ -116,60 +110,35 @@ class Node:
 
     async def _bind(self, stack: AsyncExitStack) -> None:
         """Every address is taken before any worker is started."""
-        role, side, ports = self._parts.role, self._parts.side, self._config.ports
-        host = self._disagg.local_ip
-        port = {"prefill": ports.prefill, "decode": ports.decode, "hybrid": ports.hybrid}[role]
-        text = TextPool(open_text(self._config.model.path))
-        stack.callback(text.close)
-        leader = self._leader(text)
-        runner, port = await listen(make_app(leader), host, port, _CLOSE_S)
+        setting, side, host = self._setting, self._parts.side, self._disagg.local_ip
+        app = self._front.app(stack, self._registry, self._drain)
+        runner, port = await listen(app, host, setting.port, _CLOSE_S)
         stack.push_async_callback(runner.cleanup)
         url = f"http://{bracketed(host)}:{port}"
         await side.bind(stack, url)
         if side.bootstrap is not None:
             told = {"bootstrap_port": side.bootstrap[1]}
             self._disagg = self._disagg.model_copy(update=told)
-        self._log.info("listening", url=url, role=role, model=leader.model)
+        self._log.info("listening", url=url, role=setting.role, model=setting.model)
 
-    def _leader(self, text: TextPool) -> Leader:
-        config, parts = self._config, self._parts
-        model = config.model.name or Path(config.model.path).name
-        shown = Shown(parts, model, self._spec.max_model_len, time.monotonic)
-        return Leader(
-            role=parts.role,
-            model=model,
-            dispatcher=parts.dispatcher,
-            text=text,
-            limits=Limits(
-                max_model_len=self._spec.max_model_len,
-                vocab=self._spec.vocab,
-                pool_tokens=shown.pool_tokens,
-                max_body_bytes=config.security.max_body_bytes,
-                request_s=config.timeouts.request_s,
-            ),
-            key=self._key,
-            registry=self._registry,
-            status=shown.status,
-            why_not_ready=shown.why_not_ready,
-            health=shown.health,
-            stalled_s=shown.stalled_s,
-            served=parts.condition.served,
-            drain=lambda: self._supervisor.tell(DrainWanted()),
-            api_keys=config.security.api_keys,
-        )
+    def _drain(self) -> None:
+        self._supervisor.tell(DrainWanted())
 
-    def _maker(self, role: Role, rank: Rank) -> Callable[[str], WorkerSpec]:
+    def _maker(self, rank: Rank) -> Callable[[str], WorkerSpec]:
         """What makes the spec of each of a worker's lives."""
+        setting = self._setting
 
         def make(endpoint: str) -> WorkerSpec:
             return WorkerSpec(
-                role=role,
+                role=setting.role,
                 rank=rank,
                 config=self._config,
                 disagg=self._disagg,
                 key_hex=self._key.secret.hex(),
                 endpoint=endpoint,
                 epoch=time.time_ns(),
+                node=setting.number,
+                leader=setting.leader,
             )
 
         return make
@@ -188,6 +157,10 @@ class Node:
             self._supervisor.tell(Signalled())
 
     def _heard(self, handle: Handle, message: FromWorker | Lost) -> None:
+        self._front.heard(handle, message)
+        self._tell(handle, message)
+
+    def _tell(self, handle: Handle, message: FromWorker | Lost) -> None:
         self._supervisor.tell(Said(handle, message))
 
     def _news(self, news: News) -> None:
@@ -201,17 +174,41 @@ def check_served(role: Role, config: NodeConfig, place: Place) -> None:
     parallel = config.parallel
     if parallel.cp != 1:
         raise ConfigError(f"[parallel] cp = {parallel.cp}: this version serves cp = 1 only")
-    if parallel.nodes_per_instance != 1:
-        raise ConfigError(
-            f"[parallel] world_size = {parallel.world_size}, devices_per_node ="
-            f" {parallel.devices_per_node}: this version serves instances of one node only"
-        )
-    if not place.is_leader:
-        raise ConfigError(f"a {role} node that is no leader has nothing to do in this version")
+    if parallel.nodes_per_instance > 1:
+        _check_reachable(role, config, place)
     if role != "hybrid":
         check_installed(config.transfer)
     path = config.model.path
-    ModelSpec.read(path, config.model.max_model_len).check_tp(parallel.tp, path)
+    ModelSpec.of(config.model).check_tp(parallel.tp, path)
+
+
+def _check_reachable(role: Role, config: NodeConfig, place: Place) -> None:
+    """Raises ConfigError where an instance's nodes would not find their leader."""
+    ports, parallel = config.ports, config.parallel
+    needed = {"prefill": ("prefill", "bootstrap")}.get(role, (role,))
+    for name in needed:
+        if getattr(ports, name) == 0:
+            raise ConfigError(
+                f"[ports] {name} = 0: the nodes of an instance must know their leader's port"
+            )
+    if not parallel.ips:
+        raise ConfigError(
+            f"[parallel] ips is empty: name the {parallel.nodes_per_instance} nodes of an instance"
+        )
+    own = parallel.ips[place.node_index]
+    if place.is_leader and parallel.local_ip != own and _is_address(own):
+        raise ConfigError(
+            f"[parallel] local_ip = {parallel.local_ip!r}: the other nodes look for this leader at"
+            f" {own}, as ips says"
+        )
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def main(role: Role, config: NodeConfig, node_index: int = 0) -> int:

@@ -71,7 +71,7 @@ def generate(
     prompt: str, config: NodeConfig, sampling: Sampling, console: Console, *, is_chat: bool
 ) -> int:
     """Print the answer as it comes; the exit status. Raises PdrtError."""
-    spec = ModelSpec.read(config.model.path, config.model.max_model_len)
+    spec = ModelSpec.of(config.model)
     text = open_text(config.model.path)
     ids = _ids(prompt, text, is_chat=is_chat)
     if len(ids) + sampling.max_tokens > spec.max_model_len:

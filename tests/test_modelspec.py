@@ -138,7 +138,7 @@ def test_what_would_be_computed_wrongly_is_refused(
     tmp_path: Path, changes: dict[str, object], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        ModelSpec.read(directory(tmp_path, changes))
+        ModelSpec.read(directory(tmp_path, changes), backend="native")
 
 
 def test_the_generation_config_says_what_ends_an_answer(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_configured_limit_lowers_the_models_own(tmp_path: Path) -> None:
     where = directory(tmp_path, MISTRAL | {"sliding_window": 1024})
     assert ModelSpec.read(where, 1000).max_model_len == 1000
     with pytest.raises(ConfigError, match="max_model_len = 4096: this model goes to 2048"):
-        ModelSpec.read(where, 4096)
+        ModelSpec.read(where, 4096, "native")
 
 
 def test_the_null_model_needs_no_directory() -> None:

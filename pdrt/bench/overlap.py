@@ -185,7 +185,7 @@ async def running(config: NodeConfig) -> AsyncIterator[Pair]:
                     async with asyncio.timeout(config.timeouts.startup_s):
                         await prefill.until_ready()
                         await decode.until_ready()
-                    model = ModelSpec.read(config.model.path, config.model.max_model_len)
+                    model = ModelSpec.of(config.model)
                     source = Source(host=host, port=port, dp_rank=0)
                     yield Pair(prefill, decode, source, model.vocab)
                 finally:

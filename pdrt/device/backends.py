@@ -30,7 +30,7 @@ def open_runner(config: NodeConfig, progress: Progress, rank: int = 0, size: int
         shard = Shard(NULL_SPEC, rank, size)
         block_size = config.scheduler.block_size
         return NullRunner(block_size, device.step_ms, device.token_ms, shard=shard)
-    shard = Shard(ModelSpec.read(config.model.path, config.model.max_model_len), rank, size)
+    shard = Shard(ModelSpec.of(config.model), rank, size)
     import torch  # here, so that the null device needs none
 
     from pdrt.device import torchrunner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +23,14 @@ class Fields:
 
     def raw(self, key: str) -> object:
         return self._data.get(key)
+
+    def keys(self) -> Iterable[str]:
+        return self._data.keys()
+
+    def over(self, other: Fields) -> Fields:
+        """These, and those of `other` that are absent or null here."""
+        mine = {key: value for key, value in self._data.items() if value is not None}
+        return Fields(self.where, {**other._data, **mine})
 
     def get(self, key: str, default: _T) -> _T:
         """The value, or `default` where it is absent or null. Raises ConfigError: wrong type."""
