@@ -463,6 +463,7 @@ class Submit:
     scoring: Annotated[int, Field(ge=-1, le=20)] = -1  # top of each prompt token's odds; -1: none
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0  # higher first
     salt: Short = ""  # whose cached prefixes may be used: those with the same
+    is_trial: bool = False  # to prove the way: the first token waits for its KV
 
 
 @_wire

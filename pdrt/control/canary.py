@@ -10,6 +10,7 @@ import structlog
 
 from pdrt.control import order
 from pdrt.control.fleet import Choice
+from pdrt.control.http import CANARY_HEADER
 from pdrt.control.job import OrderJob
 from pdrt.control.pairs import (
     CanaryFailed,
@@ -25,7 +26,6 @@ from pdrt.errors import Overloaded, PdrtError
 
 PATH: Final = "/generate"
 CANARY_S: Final = 20.0  # a model's first steps may be slow
-HEADER: Final = "x-pdrt-canary"
 _BODY: Final = {
     "prompt": [1],
     "sampling_params": {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True, "seed": 0},
@@ -86,7 +86,7 @@ async def _try_once(tools: Tools, pair: Pair) -> PairEvent:
         job=OrderJob(order.parse("generate", dict(_BODY)), seed=0),
         deadline=started + CANARY_S,
         may_retry=False,
-        headers={HEADER: "1"},
+        headers={CANARY_HEADER: "1"},
     )
     rank = pair.prefill.choose_rank("round_robin") if pair.prefill else 0
     tools.fleet.turn += 1

@@ -41,6 +41,7 @@ Json: TypeAlias = dict[str, Any]
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 MAX_KEYS: Final = 1024  # of one JSON object
 BODY_S: Final = 30.0  # a stalled upload ends after this
+CANARY_HEADER: Final = "x-pdrt-canary"  # on the legs of a request that tries a pair
 PATH_HEADER: Final = "x-pd-path"  # which path served a request
 RETRY_AFTER_S: Final = 1
 LAST_WORDS_S: Final = 1.0  # for a reader that has stopped reading

@@ -86,7 +86,7 @@ class JoinedLate:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Decode's answer is here, which proves that the prompt has arrived there."""
+    """Decode's answer is here: the prompt is computed, and decode sees to its KV from now on."""
 
     leg: int
 
@@ -304,7 +304,7 @@ def _let_go(_route: Route, _event: ClientLeft) -> Sequence[Effect]:
 
 
 _S = State
-_PROVEN: Final = "decode's answer proves that the prompt has arrived"
+_PROVEN: Final = "decode has begun its answer, and sees to what it still needs"
 
 ROUTE: Table[State, Route, Effect] = Table(
     "route",

@@ -176,7 +176,7 @@ class DecodeDisaggScheduler:
 
     def _first_tokens(self, request: Request, event: FirstTokens) -> None:
         """They come once, ahead of their KV; when that was faster they are not needed."""
-        is_early = self.limits.early_first_token
+        is_early = self.limits.early_first_token and not request.is_trial
         is_due = request.state is State.TRANSFERRING and not request.firsts
         is_due = is_due and len(event.tokens) == request.sampling.n
         if not is_due or not (is_early or request.needs_firsts):

@@ -57,6 +57,7 @@ class Request:
     first_block: int = 0  # the receiver (prefill: the other side) holds the blocks before
     sent: int = 0  # prefill: leading blocks that were handed to the transport
     overtaken: int = 0  # how often a later request was admitted before this one
+    is_trial: bool = False  # it proves that KV arrives: nothing is said before
     is_returning: bool = False  # lost what it held through no fault of its own: first in line
     is_resuming: bool = False  # was retracted: its client has tokens already
     firsts: tuple[First, ...] = ()  # drawn by the other side, whose KV is still on its way
@@ -136,5 +137,6 @@ def from_submit(submit: Submit, key: int, eos: Collection[int], now: float) -> R
         stops=frozenset(sampling.stop_token_ids).union(ends),
         deadline=now + submit.time_left,
         source=submit.source,
+        is_trial=submit.is_trial,
         chain=Chain(submit.salt),
     )

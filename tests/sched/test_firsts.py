@@ -364,3 +364,16 @@ def test_the_first_token_is_said_as_many_rounds_earlier_as_its_kv_is_late() -> N
         return pair.rounds
 
     assert rounds_to_first(True, 9) == rounds_to_first(True, 0) == rounds_to_first(False, 9) - 9
+
+
+def test_a_trial_of_a_pair_says_nothing_before_the_kv_is_here() -> None:
+    """CASES 105: what a canary has passed was a real transfer."""
+    rig = Rig(DecodeDisaggScheduler(LIMITS, 64, 8, {EOS}), FakeDevice(64, B))
+    rig.submit(replace(submit(1, PROMPT), is_trial=True))
+    admit(rig)
+    rig.feed(first_tokens(1, 0, PROMPT))
+    assert rig.said == {}
+    lose(rig, was_written=True)
+    assert rig.ends[1] == ["peer_lost"]
+    rig.feed(Quiet(1, 0))
+    assert is_baseline(rig.book)
