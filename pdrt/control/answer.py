@@ -1,7 +1,7 @@
-"""One answer as it grows: a worker's outputs become text, ids, counts and times.
+"""One answer as it grows: a worker's outputs become text, ids, odds, counts and times.
 
-The promise: text, ids and usage are the same however the outputs were grouped, and nothing
-counts that came after the answer's end.
+The promise: text, ids, odds and usage are the same however the outputs were grouped, there are
+as many odds as ids, and nothing counts that came after the end of its choice.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ from dataclasses import dataclass, field
 
 from pdrt.control.detokenize import Pieces, StopScanner
 from pdrt.control.http import Json
-from pdrt.messages import Finish, Output
+from pdrt.control.likely import Odds, PromptPart
+from pdrt.errors import BadMessage, PdrtError
+from pdrt.messages import Finish, Output, unpack_tops
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one output added; `finish` is set on the last."""
+    """What one output added to choice `index`; `finish` is set on its last."""
 
     text: str
     ids: tuple[int, ...]
     finish: Finish | None = None
+    index: int = 0
+    odds: tuple[Odds, ...] = ()  # one an id, where they are wanted
 
 
 @dataclass(slots=True)
@@ -38,57 +42,100 @@ class Times:
 
 
 @dataclass(slots=True)
-class Answer:
-    prompt_tokens: int
+class Choice:
+    """One of the n sequences after a prompt."""
+
     pieces: Pieces
     scanner: StopScanner
-    times: Times
+    with_odds: bool = False
+    is_silent: bool = False  # its tokens are dropped: only the prompt is asked for
+    reached: int = 0  # characters decoded, on top of what comes before them
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    cached_tokens: int = 0
+    odds: list[Odds] = field(default_factory=list)
     finish: Finish | None = None
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
 
-    def usage(self) -> Json:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": len(self.ids),
-            "cached_tokens": self.cached_tokens,
-        }
-
-    def take(self, output: Output, now: float) -> Delta:
+    def take(self, output: Output) -> Delta:
         """Add what a worker said. After `finish` nothing may be added."""
-        assert self.finish is None, "the answer has ended"
-        if output.tokens and not self.times.first:
-            self.times.first = now
-        self.times.last = now
-        self.cached_tokens = min(max(self.cached_tokens, output.cached_tokens), self.prompt_tokens)
-        delta = self._add(output)
+        assert self.finish is None, "the choice has ended"
+        if self.is_silent:
+            delta = Delta("", (), "length" if output.tokens or output.finish else None)
+        else:
+            delta = self._add(output)
+        self.ids += delta.ids
         self.texts.append(delta.text)
+        self.odds += delta.odds
         self.finish = delta.finish
         return delta
 
     def _add(self, output: Output) -> Delta:
         spoken, silent = _spoken(output)
         text: list[str] = []
-        for index, token in enumerate(spoken):
-            said, is_stopped = self.scanner.feed(self.pieces.push(token))
+        begins: list[int] = []  # where each token's text does
+        for token in spoken:
+            begins.append(self.reached)
+            piece = self.pieces.push(token)
+            self.reached += len(piece)
+            said, is_stopped = self.scanner.feed(piece)
             text.append(said)
             if is_stopped:
-                return self._delta(text, spoken[: index + 1], "stop")
+                return self._delta(text, output, begins, "stop")
         if output.finish is None:
-            return self._delta(text, spoken, None)
+            return self._delta(text, output, begins, None)
+        begins += [self.reached] * len(silent)
         said, is_stopped = self.scanner.feed(self.pieces.flush())
         text += (said, "" if is_stopped else self.scanner.rest())
         is_length = output.finish == "length" and not is_stopped
-        return self._delta(text, (*spoken, *silent), "length" if is_length else "stop")
+        return self._delta(text, output, begins, "length" if is_length else "stop")
 
-    def _delta(self, text: list[str], ids: Sequence[int], finish: Finish | None) -> Delta:
-        self.ids += ids
-        return Delta("".join(text), tuple(ids), finish)
+    def _delta(
+        self, text: list[str], output: Output, begins: list[int], finish: Finish | None
+    ) -> Delta:
+        """Of the output's tokens as many as have a beginning."""
+        odds = _odds(output, begins) if self.with_odds else ()
+        return Delta("".join(text), output.tokens[: len(begins)], finish, output.index, odds)
+
+
+@dataclass(slots=True)
+class Answer:
+    """All of it: one choice, or n."""
+
+    prompt_tokens: int
+    choices: Sequence[Choice]
+    times: Times
+    prompt: PromptPart | None = None  # what is told of the prompt, before the choices
+    cached_tokens: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return all(choice.finish for choice in self.choices)
+
+    @property
+    def has_begun(self) -> bool:
+        return any(choice.ids or choice.finish for choice in self.choices)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(choice.ids) for choice in self.choices)
+
+    def usage(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "cached_tokens": self.cached_tokens,
+        }
+
+    def take(self, output: Output, now: float) -> Delta:
+        """Add what a worker said to the choice that it names."""
+        if output.tokens and not self.times.first:
+            self.times.first = now
+        self.times.last = now
+        self.cached_tokens = min(max(self.cached_tokens, output.cached_tokens), self.prompt_tokens)
+        return self.choices[output.index].take(output)
 
 
 def _spoken(output: Output) -> tuple[Sequence[int], Sequence[int]]:
@@ -96,3 +143,18 @@ def _spoken(output: Output) -> tuple[Sequence[int], Sequence[int]]:
     if output.finish == "stop":
         return output.tokens[:-1], output.tokens[-1:]
     return output.tokens, ()
+
+
+def _odds(output: Output, begins: Sequence[int]) -> tuple[Odds, ...]:
+    """One for each beginning. Raises PdrtError when the worker did not tell them."""
+    count = len(begins)
+    if not count:
+        return ()
+    try:
+        tops = unpack_tops(output.tops, len(output.tokens))
+    except BadMessage as error:
+        raise PdrtError(f"the worker told no odds: {error}") from error
+    if len(output.logprobs) != len(output.tokens):
+        raise PdrtError(f"{len(output.logprobs)} odds came with {len(output.tokens)} tokens")
+    columns = (output.tokens[:count], output.logprobs[:count], tops[:count], begins)
+    return tuple(map(Odds, *columns))

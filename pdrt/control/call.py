@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from pdrt.control.answer import Times
-from pdrt.control.http import REQUEST_ID, Json, check_bearer, request_id_of
+from pdrt.control.http import CANARY_HEADER, REQUEST_ID, Json, check_bearer, request_id_of
 from pdrt.control.leader import Leader
+from pdrt.control.likely import MAX_PROMPT_ODDS
 from pdrt.control.order import Dialect, Order, parse, split_leg
 from pdrt.control.schema import Leg, PrefillAgain, RebindRequest
 from pdrt.errors import BadRequest, NotFound, Unauthorized
@@ -29,6 +30,7 @@ class Call:
     attempt: int
     deadline: float
     times: Times
+    is_trial: bool = False  # the router tries a pair by it
 
     @property
     def client_room(self) -> int | None:
@@ -46,7 +48,7 @@ def open_call(
 ) -> Call:
     """Check a client's body, or a leg's. Raises BadRequest, Unauthorized or NotFound."""
     fields, leg = split_leg(body)
-    order = parse(dialect, fields)
+    order = parse(dialect, fields, leg)
     if leg is None:
         _check_client(leader, order)
     else:
@@ -66,6 +68,7 @@ def open_call(
         attempt=0 if leg is None else leg.attempt,
         deadline=times.arrived + left,
         times=times,
+        is_trial=leg is not None and CANARY_HEADER in request.headers,
     )
 
 
@@ -82,6 +85,7 @@ async def submit_of(leader: Leader, call: Call) -> Submit:
     ids = await leader.text.ids(call.order.prompt)
     call.times.tokenised = leader.clock()
     leader.limits.check_prompt(ids)
+    check_scoring(call.order.scoring, len(ids))
     limit = leader.limits.total(leader.role, len(ids))
     return Submit(
         room=call.room,
@@ -92,7 +96,18 @@ async def submit_of(leader: Leader, call: Call) -> Submit:
         sampling=call.order.settle(len(ids), limit, leader.mint()),
         time_left=max(call.deadline - leader.clock(), 0.0),
         source=source,
+        scoring=call.order.scoring,
+        is_trial=call.is_trial,
     )
+
+
+def check_scoring(top: int, prompt_tokens: int) -> None:
+    """Raises BadRequest when the prompt's odds are more than a message and a client can take."""
+    if (1 + top) * prompt_tokens > MAX_PROMPT_ODDS:
+        raise BadRequest(
+            f"logprobs of the prompt: {prompt_tokens} tokens with {top} alternatives each;"
+            f" tokens and alternatives together may be {MAX_PROMPT_ODDS}"
+        )
 
 
 def submit_again(leader: Leader, body: PrefillAgain) -> Submit:

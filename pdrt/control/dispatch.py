@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, Self, TypeVar
 
@@ -75,21 +75,28 @@ class Load:
 class Stream:
     """The outputs of one room, for one reader; leaving the `with` early aborts the room.
 
-    What the reader has not taken is kept whole, at most max_tokens tokens, so that a slow
-    reader costs no more than its answer. Each read takes all of it as one Output.
+    What the reader has not taken is kept whole, at most max_tokens tokens of each of its n
+    sequences, so that a slow reader costs no more than its answer. Each read takes all of a
+    sequence as one Output.
     """
 
     def __init__(
-        self, submit: Submit, dp_rank: int, now: float, leave: Callable[[int, str], None]
+        self, submit: Submit, dp_rank: int, now: float, leave: Callable[[int, str, int], None]
     ) -> None:
+        n, max_tokens = submit.sampling.n, submit.sampling.max_tokens
         self.room, self.dp_rank, self.since = submit.room, dp_rank, now
         self.first_attempt = self.attempt = submit.attempt
-        self.weight = len(submit.tokens) // 4 + submit.sampling.max_tokens
-        self._may_say = submit.sampling.max_tokens
+        self.weight = len(submit.tokens) // 4 + n * max_tokens
+        self._left = dict.fromkeys(range(n), max_tokens)  # of each sequence that goes on
         self._leave = leave
-        self._kept: list[Output] = []
+        self._kept: dict[int, list[Output]] = {}
         self._news = asyncio.Event()
-        self.is_over = False  # nothing more comes
+        self.has_said = False  # its worker goes on from there by itself, whoever prefills
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more comes."""
+        return not self._left
 
     def __enter__(self) -> Self:
         return self
@@ -100,35 +107,59 @@ class Stream:
     def close(self, reason: str = "client_gone") -> None:
         """The reader leaves: the room is aborted unless it has ended. Twice is once."""
         if not self.is_over:
-            self._leave(self.room, reason)
+            self._leave(self.room, reason, -1)
         self._kept.clear()
+
+    def stop(self, index: int, reason: str = "stop") -> None:
+        """The reader wants no more of one sequence; with the last one the room ends."""
+        if index in self._left:
+            is_last = len(self._left) == 1
+            if not is_last:
+                del self._left[index]
+            self._leave(self.room, reason, -1 if is_last else index)
+        self._kept.pop(index, None)
 
     def __aiter__(self) -> AsyncIterator[Output]:
         return self
 
     async def __anext__(self) -> Output:
-        """What came since the last read; the last one has `finish` or `problem`."""
+        """What a sequence gained since the last read; its last has `finish`, or all `problem`."""
         while not self._kept:
             if self.is_over:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        kept, self._kept = self._kept, []
+        kept = self._kept.pop(next(iter(self._kept)))
         return kept[0] if len(kept) == 1 else _joined(kept)
 
     def put(self, output: Output) -> bool:
         """Take what the worker said; False when that is more than was asked for."""
-        self._may_say -= len(output.tokens)
-        if self._may_say < 0:
+        if output.problem is not None and output.index not in self._left:
+            self.fail(output.problem)  # it ends all that go on
+            return True
+        left = self._left.get(output.index)
+        if left is None:
+            return True  # of a sequence that was stopped
+        left -= len(output.tokens)
+        if left < 0:
             return False
-        self._kept.append(output)
-        self.is_over = output.finish is not None or output.problem is not None
-        self._news.set()
+        self._left[output.index] = left
+        self.has_said = self.has_said or bool(output.tokens)
+        if output.problem is not None or output.finish == "prefilled":
+            self._left.clear()
+        elif output.finish is not None:
+            del self._left[output.index]
+        self._keep(output)
         return True
 
     def fail(self, problem: Problem) -> None:
-        self._kept.append(Output(room=self.room, problem=problem, attempt=self.attempt))
-        self.is_over = True
+        """All that goes on ends so."""
+        index = next(iter(self._left), 0)
+        self._left.clear()
+        self._keep(Output(room=self.room, problem=problem, attempt=self.attempt, index=index))
+
+    def _keep(self, output: Output) -> None:
+        self._kept.setdefault(output.index, []).append(output)
         self._news.set()
 
 
@@ -163,6 +194,15 @@ class DPDispatcher:
         self.is_draining = False
         self.counters: Counter[str] = Counter()
 
+    @property
+    def rooms(self) -> int:
+        """How many are in flight."""
+        return len(self._streams)
+
+    def is_idle_on(self, dp_ranks: Iterable[int]) -> bool:
+        """Whether none of these ranks has a room."""
+        return not any(self._lanes[dp].rooms for dp in dp_ranks)
+
     def is_in_flight(self, room: int) -> bool:
         return room in self._streams
 
@@ -184,7 +224,7 @@ class DPDispatcher:
         if older is not None:
             self._end(older, Conflict(f"attempt {submit.attempt} of this room took its place"))
         self._tell(lane, submit)
-        stream = Stream(submit, lane.link.rank.dp, self._clock(), self.abort)
+        stream = Stream(submit, lane.link.rank.dp, self._clock(), self._leave)
         self._book(lane, stream)
         return stream
 
@@ -203,14 +243,16 @@ class DPDispatcher:
                 self._forget(stream)
         self._pay(lane)
 
-    def worker_lost(self, dp_rank: int, problem: Problem) -> None:
-        """The worker is gone: all its rooms end now, in a way that may be tried again."""
+    def worker_lost(self, dp_rank: int, problem: Problem) -> list[int]:
+        """The worker is gone: all its rooms, which are told, end now and may be tried again."""
         lane = self._lanes[dp_rank]
         lane.owed.clear()
         self.counters["rooms_lost"] += len(lane.rooms)
+        lost = list(lane.rooms)
         for stream in list(lane.rooms.values()):
             self._forget(stream)
             stream.fail(_retryable(problem))
+        return lost
 
     def abort(self, room: int, reason: str) -> None:
         """End a room early. A room that is not in flight is no error."""
@@ -218,11 +260,22 @@ class DPDispatcher:
             self.counters["aborted"] += 1
             self._end(stream, Cancelled(reason), reason)
 
+    def _leave(self, room: int, reason: str, index: int) -> None:
+        """A stream's reader wants no more of it, or of one of its sequences."""
+        if index < 0:
+            self.abort(room, reason)
+        elif stream := self._streams.get(room):
+            self.counters["stopped"] += 1
+            abort = AbortRoom(room=room, reason=reason, index=index)
+            self._owe(self._lanes[stream.dp_rank], abort)
+
     def rebind(self, message: Rebind) -> None:
         """The prefill side of a room is tried again. Raises NotFound, Conflict, PeerLost."""
         stream = self._stream(message.room)
         if message.attempt <= stream.attempt:
             raise Conflict(f"room {message.room} is at attempt {stream.attempt} already")
+        if stream.has_said:
+            raise Conflict(f"room {message.room} has its first token: decode asks for itself")
         self._tell(self._lanes[stream.dp_rank], message)
         stream.attempt = message.attempt
 
@@ -342,6 +395,9 @@ def _joined(kept: Sequence[Output]) -> Output:
         problem=last.problem,
         cached_tokens=max(output.cached_tokens for output in kept),
         attempt=last.attempt,
+        index=last.index,
+        tops=b"".join(output.tops for output in kept),
+        scored=b"".join(output.scored for output in kept),
     )
 
 

@@ -52,7 +52,8 @@ class OrderJob:
 
     @property
     def answer_weight(self) -> int:
-        return self.prompt_weight + (self.order.max_tokens or self.order.default_tokens or 0)
+        each = self.order.max_tokens or self.order.default_tokens or 0
+        return self.prompt_weight + each * self.order.n
 
     def body(self, side: Role, leg: Leg) -> bytes:
         return _dumped(leg_body(side, self.order, leg, self.seed))

@@ -44,4 +44,4 @@ class Meter:
             self._ttft.observe(times.first - times.arrived)
             self._total.observe(times.last - times.arrived)
         self._prompt.inc(answer.prompt_tokens)
-        self._output.inc(len(answer.ids))
+        self._output.inc(answer.completion_tokens)

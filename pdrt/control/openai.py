@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdrt.control.answer import Answer, Delta
+from pdrt.control.answer import Answer, Choice, Delta
 from pdrt.control.http import Json
+from pdrt.control.likely import BytesOf, Odds, PromptPart, for_chat, for_completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,34 +18,63 @@ class OpenAIVoice:
     model: str
     created: int
     is_chat: bool
+    bytes_of: BytesOf
+    with_odds: bool = False
     with_usage: bool = False  # one more chunk at the end
     with_usage_always: bool = False  # and in each chunk before
 
-    def opening(self) -> Sequence[Json]:
-        """What is said when the first output is here, before it."""
-        if not self.is_chat:
+    def opening(self, answer: Answer) -> Sequence[Json]:
+        """What is said of each choice when the first output is here, before it."""
+        if self.is_chat:
+            what: Json = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        elif answer.prompt is not None:
+            what = self.prompt(answer.prompt)
+        else:
             return ()
-        return (self._chunk([_choice(None, delta={"role": "assistant", "content": ""})], None),)
+        usage = _usage(answer) if self.with_usage_always and not self.is_chat else None
+        every = range(len(answer.choices))
+        return [self._chunk([_choice(index, None, **what)], usage) for index in every]
+
+    def prompt(self, part: PromptPart) -> Json:
+        """What each choice begins with."""
+        return {"text": part.text, "logprobs": self._odds(part.odds)}
 
     def chunks(self, delta: Delta, answer: Answer) -> Sequence[Json]:
         usage = _usage(answer) if self.with_usage_always else None
         said: list[Json] = []
-        if delta.text or delta.finish:
+        if delta.text or delta.finish or delta.odds:
             content = {"content": delta.text} if delta.text else {}
             what: Json = {"delta": content} if self.is_chat else {"text": delta.text}
-            said.append(self._chunk([_choice(delta.finish, **what)], usage))
-        if delta.finish and (self.with_usage or self.with_usage_always):
+            what["logprobs"] = self._odds(delta.odds)
+            said.append(self._chunk([_choice(delta.index, delta.finish, **what)], usage))
+        is_last = delta.finish and answer.is_over
+        if is_last and (self.with_usage or self.with_usage_always):
             said.append(self._chunk([], _usage(answer)))
         return said
 
     def whole(self, answer: Answer) -> Json:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        what: Json = {"message": message} if self.is_chat else {"text": answer.text}
+        choices = [
+            _choice(index, choice.finish, **self._whole(choice, answer.prompt))
+            for index, choice in enumerate(answer.choices)
+        ]
         return {
             **self._head("chat.completion" if self.is_chat else "text_completion"),
-            "choices": [_choice(answer.finish, **what)],
+            "choices": choices,
             "usage": _usage(answer),
         }
+
+    def _whole(self, choice: Choice, prompt: PromptPart | None) -> Json:
+        if self.is_chat:
+            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            return {"message": message, "logprobs": self._odds(choice.odds)}
+        before = prompt or PromptPart("")
+        odds = self._odds([*before.odds, *choice.odds])
+        return {"text": before.text + choice.text, "logprobs": odds}
+
+    def _odds(self, odds: Sequence[Odds]) -> Json | None:
+        if not self.with_odds or not odds:
+            return None
+        return (for_chat if self.is_chat else for_completion)(odds, self.bytes_of)
 
     def _chunk(self, choices: list[Json], usage: Json | None) -> Json:
         head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
@@ -63,8 +93,8 @@ class OpenAIVoice:
         }
 
 
-def _choice(finish: str | None, **what: object) -> Json:
-    return {"index": 0, **what, "logprobs": None, "finish_reason": finish}
+def _choice(index: int, finish: str | None, **what: object) -> Json:
+    return {"index": index, **what, "finish_reason": finish}
 
 
 def _usage(answer: Answer) -> Json:

@@ -7,7 +7,7 @@ from an allow-list for each side, so what a client sends never reaches an instan
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from pdrt.config import Role
@@ -20,6 +20,7 @@ from pdrt.control.schema import (
     CompletionRequest,
     Drawing,
     Envelope,
+    GenerateDrawing,
     GenerateRequest,
     Leg,
     PrefillAgain,
@@ -76,6 +77,23 @@ class Order:
     timeout_s: float | None
     client_room: int | None
     pin: Pin | None
+    odds: int | None = None  # alternatives told beside each token; None: no log-probabilities
+    scoring: int = -1  # the same for the prompt's tokens; -1: none
+    echo: bool = False  # the prompt's text comes before each answer
+
+    @property
+    def n(self) -> int:
+        return self.drawing.n or 1
+
+    @property
+    def is_prompt_told(self) -> bool:
+        """Whether the answer has a part that only who computes the prompt can say."""
+        return self.echo or self.scoring >= 0
+
+    @property
+    def is_silent(self) -> bool:
+        """Only the prompt is asked for; one token is drawn all the same, and dropped."""
+        return self.max_tokens == 0
 
     def settle(self, prompt_tokens: int, limit: int, seed: int) -> Sampling:
         """The sampling for a prompt of this length. Raises TooLong when `limit` is too small."""
@@ -90,18 +108,26 @@ class Order:
                 f"the prompt's {prompt_tokens} tokens and max_tokens = {self.max_tokens}"
                 f" are over the limit of {limit}"
             )
-        count = self.max_tokens or min(room, self.default_tokens or room)
+        count = self.max_tokens
+        if count is None:
+            count = min(room, self.default_tokens or room)
         drawn = self.seed if self.seed is not None else seed
-        return _sampling(self.drawing, max_tokens=count, seed=drawn & _SEED_MASK)
+        return _sampling(
+            self.drawing,
+            max_tokens=max(count, 1),
+            seed=drawn & _SEED_MASK,
+            n=self.n,
+            top_logprobs=self.odds or 0,
+        )
 
 
-def parse(dialect: Dialect, body: Json) -> Order:
-    """The order in a client's body. Raises BadRequest that names the field."""
+def parse(dialect: Dialect, body: Json, leg: Leg | None = None) -> Order:
+    """The order in a client's body, or a leg's. Raises BadRequest that names the field."""
     match dialect:
         case "generate":
             return _generate(body)
         case "completions":
-            return _completion(body)
+            return _completion(body, is_echoed=leg is not None and leg.text_starts_after_prompt)
         case "chat":
             return _chat(body)
 
@@ -109,21 +135,30 @@ def parse(dialect: Dialect, body: Json) -> Order:
 def _generate(body: Json) -> Order:
     params = body.get("sampling_params")
     if isinstance(params, dict):
-        body = {**body, "sampling_params": without(params, UNSUPPORTED, "sampling_params.")}
+        served = GenerateDrawing.model_fields
+        params = without(params, UNSUPPORTED, "sampling_params.", served)
+        body = {**body, "sampling_params": params}
     request = checked(GenerateRequest, body)
     prompt = _one_prompt(request.prompt, allow_one_listed=False)
-    return _order("generate", body, request, request.sampling_params or Drawing(), prompt)
+    drawing = request.sampling_params or GenerateDrawing()
+    order = _order("generate", body, request, drawing, prompt)
+    scoring = -1 if drawing.prompt_logprobs is None else drawing.prompt_logprobs
+    return replace(order, odds=drawing.logprobs, scoring=scoring)
 
 
-def _completion(body: Json) -> Order:
-    body = _openai(body)
+def _completion(body: Json, *, is_echoed: bool) -> Order:
+    body = _openai(body, CompletionRequest)
     request = checked(CompletionRequest, body)
     prompt = _one_prompt(request.prompt, allow_one_listed=True)
-    return _order("completions", body, request, request, prompt)
+    order, odds = _order("completions", body, request, request, prompt), request.logprobs
+    scoring = odds if request.echo and odds is not None else -1
+    if request.max_tokens == 0 and not (request.echo or is_echoed):
+        raise BadRequest("max_tokens: 0 is only for echo = true")
+    return replace(order, odds=odds, scoring=scoring, echo=bool(request.echo))
 
 
 def _chat(body: Json) -> Order:
-    body = _openai(body)
+    body = _openai(body, ChatRequest)
     turns = body.get("messages")
     if isinstance(turns, list):
         body = {**body, "messages": [_plain_turn(turn, i) for i, turn in enumerate(turns)]}
@@ -132,11 +167,12 @@ def _chat(body: Json) -> Order:
     if None not in both and both[0] != both[1]:
         raise BadRequest("max_tokens and max_completion_tokens differ; give one of them")
     chat = Chat(tuple(_turn(t) for t in request.messages), request.chat_template_kwargs or {})
-    return _order("chat", body, request, request, chat)
+    order = _order("chat", body, request, request, chat)
+    return replace(order, odds=(request.top_logprobs or 0) if request.logprobs else None)
 
 
-def _openai(body: Json) -> Json:
-    body = without(body, UNSUPPORTED)
+def _openai(body: Json, kind: type[Envelope]) -> Json:
+    body = without(body, UNSUPPORTED, served=kind.model_fields)
     return {k: v for k, v in body.items() if k not in IGNORED}
 
 
@@ -211,10 +247,14 @@ _SAMPLING_FIELDS: Final = {
 }
 
 
-def _sampling(drawing: Drawing, *, max_tokens: int, seed: int) -> Sampling:
+def _sampling(
+    drawing: Drawing, *, max_tokens: int, seed: int, n: int, top_logprobs: int
+) -> Sampling:
     return Sampling(
         max_tokens=max_tokens,
         seed=seed,
+        n=n,
+        top_logprobs=top_logprobs,
         top_k=max(drawing.top_k or 0, 0),
         stop_token_ids=tuple(drawing.stop_token_ids or ()),
         **drawing.model_dump(include=_SAMPLING_FIELDS, exclude_none=True),
@@ -226,6 +266,7 @@ def _sampling(drawing: Drawing, *, max_tokens: int, seed: int) -> Sampling:
 _LEG_MARK: Final = "transfer_token"  # no client's body has it
 _ROUTING: Final = frozenset(Envelope.model_fields) - {"model", "stream"}
 _STREAMING: Final = frozenset({"stream", "stream_options"})
+_OF_PROMPT: Final = frozenset({"echo", "prompt_logprobs"})  # decode has no prompt hidden states
 _MODELS: Final[Mapping[Dialect, type[Envelope]]] = {
     "generate": GenerateRequest,
     "completions": CompletionRequest,
@@ -241,14 +282,21 @@ def leg_body(side: Role, order: Order, leg: Leg, seed: int) -> Json:
     allowed = _MODELS[order.dialect].model_fields.keys() - _ROUTING
     if side == "prefill":
         allowed -= _STREAMING
+    elif side == "decode":
+        allowed -= _OF_PROMPT
     body = {name: order.body[name] for name in allowed & order.body.keys()}
+    if side == "decode" and order.dialect == "generate" and order.scoring >= 0:
+        params = body["sampling_params"]
+        body["sampling_params"] = {k: v for k, v in params.items() if k not in _OF_PROMPT}
     if order.seed is None and order.dialect == "generate":
         body["sampling_params"] = {**(body.get("sampling_params") or {}), "seed": seed}
     elif order.seed is None:
         body["seed"] = seed
-    fields = leg.model_dump(exclude_none=True)
+    fields = leg.model_dump(exclude_none=True, exclude={"text_starts_after_prompt"})
     if side == "hybrid":
         fields.pop("disagg_prefill_dp_rank")
+    elif side == "decode" and order.echo:
+        fields["text_starts_after_prompt"] = True
     return body | fields
 
 

@@ -22,7 +22,7 @@ _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).enc
 class Voice(Protocol):
     """The words of one dialect."""
 
-    def opening(self) -> Sequence[Json]: ...
+    def opening(self, answer: Answer) -> Sequence[Json]: ...
 
     def chunks(self, delta: Delta, answer: Answer) -> Sequence[Json]: ...
 
@@ -66,7 +66,7 @@ class StreamReply:
         response = self._response
         if response is None:
             response = await self._begin()
-            chunks = [*self._voice.opening(), *chunks]
+            chunks = [*self._voice.opening(answer), *chunks]
         if chunks:
             await self._write(response, b"".join(_event(chunk) for chunk in chunks))
 

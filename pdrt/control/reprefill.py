@@ -80,7 +80,7 @@ class Reprefill:
                 self._origins[message.room] = Origin(rank, message, source, deadline)
             case Rebind() if origin := self._origins.get(message.room):
                 origin.source = message.source
-            case AbortRoom():
+            case AbortRoom(index=-1):
                 self._forget(message.room)
             case _:
                 pass

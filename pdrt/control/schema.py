@@ -6,7 +6,7 @@ explain each of a million would take minutes, and the loop stands still meanwhil
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
@@ -24,6 +24,8 @@ from pdrt.control.http import Json
 from pdrt.errors import BadRequest
 from pdrt.messages import Room, Sampling
 
+MAX_N: Final = 128
+MAX_TOP: Final = 20  # alternatives beside a token
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 256
 
@@ -75,6 +77,7 @@ Prompt = Annotated[
 _TAGS: Final = frozenset({"text", "ids", "texts", "lists"})
 
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
 Chance = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 Host = Annotated[str, Field(min_length=1, max_length=255)]
@@ -101,6 +104,7 @@ class Drawing(Strict):
     stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     seed: Seed | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
 
 
 class Envelope(Strict):
@@ -121,9 +125,14 @@ class Envelope(Strict):
         return self
 
 
+class GenerateDrawing(Drawing):
+    logprobs: Top | None = None  # alternatives told beside each token; 0: its own odds alone
+    prompt_logprobs: Top | None = None  # the same for the prompt
+
+
 class GenerateRequest(Envelope):
     prompt: Prompt
-    sampling_params: Drawing | None = None
+    sampling_params: GenerateDrawing | None = None
 
 
 class StreamOptions(Strict):
@@ -131,9 +140,23 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
+def _or_none(value: object) -> object:
+    return None if value is False else value
+
+
 class CompletionRequest(Envelope, Drawing):
     prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     stream_options: StreamOptions | None = None
+    logprobs: Annotated[Top | None, BeforeValidator(_or_none)] = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _best_is_all(self) -> Self:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of is not supported in this version unless it equals n")
+        return self
 
 
 class Part(Strict):
@@ -152,8 +175,16 @@ class Turn(Strict):
 class ChatRequest(Envelope, Drawing):
     messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+
+    @model_validator(mode="after")
+    def _tops_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is only for logprobs = true")
+        return self
 
 
 class Leg(Strict):
@@ -168,6 +199,8 @@ class Leg(Strict):
     bootstrap_host: Host | None = None  # decode: who prefills
     bootstrap_port: Port | None = None
     disagg_prefill_dp_rank: Annotated[int, Field(ge=-1, lt=1 << 20)] = -1
+    created: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # both parts of an answer say it
+    text_starts_after_prompt: bool = False  # decode: the router puts the prompt before its answer
 
 
 class RebindRequest(Strict):
@@ -197,12 +230,11 @@ class PrefillAgain(BaseModel):
     disagg_prefill_dp_rank: Annotated[int, Field(ge=-1, lt=1 << 20)] = -1
 
 
-# OpenAI's fields that this version does not serve, with the values that ask for nothing.
+# OpenAI's fields that this version does not serve, with the values that ask for nothing; in
+# dialects that have a field of the name it is served.
 
 UNSUPPORTED: Final[Mapping[str, Sequence[object]]] = {
-    "n": (1,),
     "best_of": (1,),
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
@@ -239,9 +271,14 @@ TURN_UNSUPPORTED: Final[Mapping[str, Sequence[object]]] = {
 }
 
 
-def without(body: Json, unsupported: Mapping[str, Sequence[object]], where: str = "") -> Json:
+def without(
+    body: Json,
+    unsupported: Mapping[str, Sequence[object]],
+    where: str = "",
+    served: Collection[str] = (),
+) -> Json:
     """The body without unsupported fields that ask for nothing. Raises BadRequest for others."""
-    found = body.keys() & unsupported.keys()
+    found = (body.keys() & unsupported.keys()).difference(served)
     for name in sorted(found):
         value = body[name]
         if value is not None and not any(_same(value, n) for n in unsupported[name]):

@@ -8,10 +8,11 @@ a stream that has begun, its own event.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, TypeAlias
 
 import structlog
 from aiohttp import web
@@ -19,19 +20,21 @@ from aiohttp import web
 from pdrt.control.answer import Answer, Times
 from pdrt.control.call import Call, open_call, rebind_of, submit_again, submit_of
 from pdrt.control.claims import claimed
-from pdrt.control.detokenize import StopScanner
 from pdrt.control.dispatch import Stream
 from pdrt.control.generate import GenerateVoice
 from pdrt.control.http import REQUEST_ID, Json, error_of, read_json, request_id_of
 from pdrt.control.leader import Leader
+from pdrt.control.likely import PromptPart
 from pdrt.control.meter import Meter
 from pdrt.control.openai import OpenAIVoice
 from pdrt.control.order import PATHS, parse_prefill_again, parse_rebind
-from pdrt.control.reply import Reply, StreamReply, Voice, WholeReply
+from pdrt.control.prompted import choices_of, prompt_of
+from pdrt.control.reply import Reply, StreamReply, WholeReply
 from pdrt.errors import Conflict, DeadlinePassed, NotFound, PdrtError
-from pdrt.messages import Submit
+from pdrt.messages import Output, Submit
 
 PD_PATH: Final = web.RequestKey("pd_path", str)  # set on the requests whose answers carry x-pd-path
+PromptOf: TypeAlias = Callable[[Output], Awaitable[PromptPart]]
 log = structlog.get_logger(__name__)
 
 
@@ -91,33 +94,45 @@ class Serving:
         async with _until(call.deadline - self._leader.clock()):
             submit = await submit_of(self._leader, call)
         rank = -1 if call.leg is None else call.leg.disagg_prefill_dp_rank
-        return await self._prefill(submit, rank, call.deadline)
+        return await self._prefill(submit, rank, call.deadline, call)
 
-    async def _prefill(self, submit: Submit, dp_rank: int, deadline: float) -> web.StreamResponse:
-        """Answer once decode's memory holds the prompt."""
+    async def _prefill(
+        self, submit: Submit, dp_rank: int, deadline: float, call: Call | None = None
+    ) -> web.StreamResponse:
+        """Answer once decode's memory holds the prompt, with what only this side can tell of it."""
         leader = self._leader
+        told: Json = {}
         async with _until(deadline - leader.clock()):
             with leader.dispatcher.submit(submit, None if dp_rank < 0 else dp_rank) as stream:
-                cached_tokens = await _prefilled(stream)
+                output = await _prefilled(stream)
+            if call is not None and call.order.is_prompt_told:
+                part = await prompt_of(call, submit, output, leader.text)
+                told = await leader.text.run(self._voice(call, "").prompt, part)
         leader.served()
         done: Json = {
             "status": "prefilled",
             "request_id": submit.request_id,
             "bootstrap_room": submit.room,
             "attempt": submit.attempt,
-            "usage": {"prompt_tokens": submit.prompt_tokens, "cached_tokens": cached_tokens},
+            "usage": {
+                "prompt_tokens": submit.prompt_tokens,
+                "cached_tokens": output.cached_tokens,
+            },
         }
-        return web.json_response(done)
+        return web.json_response(done | ({"prompt": told} if told else {}))
 
     async def _answer(self, call: Call, reply: Reply, outcome: Outcome) -> web.StreamResponse:
         leader = self._leader
         try:
             async with _until(call.deadline - leader.clock()):
                 submit = await submit_of(leader, call)
-                scanner = StopScanner(call.order.stop)
-                answer = Answer(submit.prompt_tokens, leader.text.pieces(), scanner, call.times)
+                choices = choices_of(call, submit, leader.text)
+                answer = Answer(submit.prompt_tokens, choices, call.times)
+                prompt = partial(prompt_of, call, submit, text=leader.text)
                 with leader.dispatcher.submit(submit) as stream:
-                    await self._pump(stream, answer, reply)
+                    await self._pump(
+                        stream, answer, reply, prompt if call.order.is_prompt_told else None
+                    )
                 outcome.answer = answer
                 response = await reply.end(answer)
         except PdrtError as error:
@@ -126,40 +141,49 @@ class Serving:
         leader.served()
         return response
 
-    async def _pump(self, stream: Stream, answer: Answer, reply: Reply) -> None:
+    async def _pump(
+        self, stream: Stream, answer: Answer, reply: Reply, prompt: PromptOf | None
+    ) -> None:
         """From the worker to the client, until the answer has ended."""
         async for output in stream:
-            is_first = not answer.ids
+            is_first = not answer.has_begun
+            if is_first and prompt is not None and not output.problem:
+                answer.prompt = answer.prompt or await prompt(output)
             delta = answer.take(output, self._leader.clock())
             if delta.finish:
-                stream.close("stop")  # before a slow client is waited for
+                stream.stop(delta.index)  # before a slow client is waited for
             elif output.problem and is_first:
                 raise error_of(output.problem)  # nothing was said: it can have its own status
             if delta.ids or delta.finish:
                 await reply.say(delta, answer)
-            if delta.finish:
+            if answer.is_over:
                 return
             if output.problem:
                 raise error_of(output.problem)
         raise PdrtError("the worker's outputs ended without an end")
 
     def _reply(self, request: web.Request, call: Call) -> Reply:
-        order, path = call.order, request[PD_PATH]
-        voice: Voice = (
-            GenerateVoice(call.request_id, call.shown_room, path)
-            if order.dialect == "generate"
-            else OpenAIVoice(
-                call.request_id,
-                self._leader.model,
-                int(self._leader.wall()),
-                is_chat=order.dialect == "chat",
-                with_usage=order.include_usage,
-                with_usage_always=order.usage_always,
-            )
-        )
-        if order.stream:
+        voice = self._voice(call, request[PD_PATH])
+        if call.order.stream:
             return StreamReply(request, voice, self._leader.role)
         return WholeReply(voice)
+
+    def _voice(self, call: Call, path: str) -> GenerateVoice | OpenAIVoice:
+        leader, order = self._leader, call.order
+        bytes_of, with_odds = leader.text.bytes_of, order.odds is not None
+        if order.dialect == "generate":
+            return GenerateVoice(call.request_id, call.shown_room, path, bytes_of, with_odds)
+        created = None if call.leg is None else call.leg.created
+        return OpenAIVoice(
+            call.request_id,
+            leader.model,
+            int(leader.wall()) if created is None else created,
+            is_chat=order.dialect == "chat",
+            bytes_of=bytes_of,
+            with_odds=with_odds,
+            with_usage=order.include_usage,
+            with_usage_always=order.usage_always,
+        )
 
     @contextmanager
     def _told(self, request: web.Request) -> Iterator[Outcome]:
@@ -193,13 +217,13 @@ class Serving:
         )
 
 
-async def _prefilled(stream: Stream) -> int:
-    """The tokens that were cached, once the worker is done. Raises what it failed with."""
+async def _prefilled(stream: Stream) -> Output:
+    """The worker's last word, once it is done. Raises what it failed with."""
     async for output in stream:
         if output.problem:
             raise error_of(output.problem)
         if output.finish:
-            return output.cached_tokens
+            return output
     raise PdrtError("the worker's outputs ended without an end")
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import tokenizers
 
@@ -19,9 +20,13 @@ from pdrt.control.detokenize import BytePieces, Pieces, WindowPieces
 from pdrt.control.order import Chat
 from pdrt.control.template import ChatTemplate
 from pdrt.errors import BadRequest, ConfigError, Overloaded
-from pdrt.modelspec import NULL_PATH
+from pdrt.modelspec import NULL_PATH, NULL_SPEC
 
 Prompt: TypeAlias = str | Sequence[int] | Chat
+X = TypeVar("X")
+Y = TypeVar("Y")
+_FALLBACK: Final = re.compile(r"<0x([0-9A-F]{2})>")  # a byte's token where text is the rule
+_SPACE: Final = "\u2581"
 
 
 class Text(Protocol):
@@ -39,6 +44,10 @@ class Text(Protocol):
         """A fresh decoder for one answer."""
         ...
 
+    def bytes_of(self, token: int) -> bytes:
+        """One token as it is written, special ones too; empty when there is no such token."""
+        ...
+
 
 class ByteText:
     """For the null device: a token is a byte, and a chat is its turns, one a line."""
@@ -52,6 +61,11 @@ class ByteText:
 
     def pieces(self) -> Pieces:
         return BytePieces(lambda token: bytes((token,)) if token < 256 else b"")
+
+    def bytes_of(self, token: int) -> bytes:
+        if token in NULL_SPEC.eos_token_ids:
+            return b"<eos>"
+        return bytes((token,)) if token < 256 else b""
 
 
 class ModelText:
@@ -76,6 +90,18 @@ class ModelText:
         if self._is_byte_level:
             return BytePieces(self._bytes_of)
         return WindowPieces(self._tokenizer.decode, self._special.__contains__)
+
+    def bytes_of(self, token: int) -> bytes:
+        if self._is_byte_level and token not in self._special:
+            return self._bytes_of(token)
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if token in self._special:
+            return piece.encode()
+        if fallback := _FALLBACK.fullmatch(piece):
+            return bytes((int(fallback[1], 16),))
+        return piece.replace(_SPACE, " ").encode()
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
         # Of all encode calls only the batch ones let other threads run meanwhile.
@@ -147,26 +173,30 @@ class TextPool:
     def pieces(self) -> Pieces:
         return self._text.pieces()
 
+    def bytes_of(self, token: int) -> bytes:
+        return self._text.bytes_of(token)
+
     async def ids(self, prompt: Prompt) -> Sequence[int]:
         """The prompt's token ids. Raises BadRequest, and Overloaded when too many wait."""
         match prompt:
             case str() if len(prompt) <= _SHORT:
                 return self._text.encode(prompt)
             case str():
-                return await self._run(self._text.encode, prompt)
+                return await self.run(self._text.encode, prompt)
             case Chat():
-                return await self._run(self._text.encode_chat, prompt)
+                return await self.run(self._text.encode_chat, prompt)
             case _:
                 return prompt
 
-    async def _run(self, encode: Callable[[Any], list[int]], prompt: str | Chat) -> list[int]:
+    async def run(self, work: Callable[[X], Y], on: X) -> Y:
+        """Beside the loop. Raises Overloaded, and what the work raises."""
         if self.waiting >= self._depth:
             raise Overloaded(f"{self.waiting} prompts wait for their tokens")
         self.waiting += 1
         self.most_waiting = max(self.most_waiting, self.waiting)
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, encode, prompt)
+            return await loop.run_in_executor(self._threads, work, on)
         finally:
             self.waiting -= 1
 

@@ -31,6 +31,8 @@ from pdrt.messages import (
     Rebind,
     Submit,
     ToWorker,
+    pack_odds,
+    pack_tops,
 )
 from pdrt.messages import unpack_ids as unpack
 
@@ -54,6 +56,28 @@ def out(text: str | bytes = "", finish: Any = None, *, eos: bool = False, **fiel
     return Output(room=0, tokens=tokens, finish=finish, **fields)
 
 
+def odd(text: str | bytes, at: int = 0, finish: Any = None, top: int = 0, index: int = 0) -> Output:
+    """An output with odds: token i of a sequence has -(i + index) / 8; X and Y lie behind it."""
+    tokens = text.encode() if isinstance(text, str) else text
+    logprobs = tuple(-(at + i + index) / 8 for i in range(len(tokens)))
+    best = [((t, p), (88, p - 1), (89, p - 2)) for t, p in zip(tokens, logprobs, strict=True)]
+    return Output(
+        room=0,
+        index=index,
+        tokens=tuple(tokens),
+        logprobs=logprobs,
+        tops=pack_tops([one[:top] for one in best]),
+        finish=finish,
+    )
+
+
+def scored(prompt: bytes, top: int) -> bytes:
+    """The odds of a prompt's tokens but the first: token i has -i / 16."""
+    logprobs = [-i / 16 for i in range(1, len(prompt))]
+    best = [((t, p), (88, p - 1)) for t, p in zip(prompt[1:], logprobs, strict=True)]
+    return pack_odds(logprobs, [one[:top] for one in best])
+
+
 def failing(code: str, message: str = "why", stage: str = "sched") -> Output:
     return Output(room=0, problem=Problem(code=code, message=message, stage=stage))
 
@@ -67,6 +91,7 @@ class ScriptedWorker:
         self.script: Sequence[Output] | None = None
         self.submitted = deque[Submit]()
         self.aborted = list[tuple[int, str]]()
+        self.stopped = list[int]()  # sequences that were aborted alone
         self.rebound = list[Rebind]()
         self.news = asyncio.Event()
 
@@ -76,6 +101,8 @@ class ScriptedWorker:
                 self.submitted.append(message)
                 if self.script is not None:
                     asyncio.get_running_loop().call_soon(self.say, message.room, *self.script)
+            case AbortRoom(index=index) if index >= 0:
+                self.stopped.append(index)
             case AbortRoom():
                 self.aborted.append((message.room, message.reason))
             case Rebind():
@@ -87,14 +114,7 @@ class ScriptedWorker:
     def say(self, room: int, *outputs: Output) -> None:
         assert self.dispatcher is not None
         for output in outputs:
-            item = Output(
-                room=room,
-                tokens=output.tokens,
-                finish=output.finish,
-                problem=output.problem,
-                cached_tokens=output.cached_tokens,
-            )
-            self.dispatcher.deliver(0, Outputs(items=(item,)))
+            self.dispatcher.deliver(0, Outputs(items=(replace(output, room=room),)))
 
     async def until(self, ready: Any) -> None:
         """Until `ready(self)` holds; looked at after each message."""

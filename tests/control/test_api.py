@@ -252,7 +252,8 @@ async def test_seeds_and_rooms_nobody_gave_are_minted() -> None:
             "bad_request",
             "x",
         ),
-        ("/v1/completions", {"prompt": "a", "logprobs": 1}, "bad_request", "logprobs"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 21}, "bad_request", "logprobs"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "bad_request", "echo"),
         ("/v1/chat/completions", {"messages": []}, "bad_request", "messages"),
     ],
 )

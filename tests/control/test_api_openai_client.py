@@ -65,8 +65,8 @@ async def test_completions_whole_and_streamed_say_the_same() -> None:
 
 async def test_the_client_reads_our_errors() -> None:
     async with talking() as (rig, client):
-        with pytest.raises(openai.BadRequestError, match="n is not supported"):
-            await client.chat.completions.create(model="null", messages=ASK, n=2)
+        with pytest.raises(openai.BadRequestError, match="suffix is not supported"):
+            await client.completions.create(model="null", prompt="a", suffix="b")
         with pytest.raises(openai.NotFoundError):
             await client.chat.completions.create(model="gpt", messages=ASK)
         rig.worker.script = [failing("overloaded")]

@@ -40,6 +40,8 @@ from pdrt.messages import (
     Submit,
     ToWorker,
     pack_ids,
+    pack_tops,
+    unpack_tops,
 )
 from tests.fake_time import FakeTime, settle
 
@@ -72,7 +74,7 @@ class FakeLink:
         if isinstance(message, Submit):
             assert message.room not in self.held, "two attempts of a room at once"
             self.held[message.room] = message.attempt
-        if isinstance(message, AbortRoom):
+        if isinstance(message, AbortRoom) and message.index < 0:
             self.held.pop(message.room, None)
 
 
@@ -102,14 +104,14 @@ class Rig:
         return [(rank.rooms, rank.tokens) for rank in self.dispatcher.load().ranks]
 
 
-def submit(room: int, attempt: int = 0, prompt: int = 3, max_tokens: int = 5) -> Submit:
+def submit(room: int, attempt: int = 0, prompt: int = 3, max_tokens: int = 5, n: int = 1) -> Submit:
     return Submit(
         room=room,
         attempt=attempt,
         request_id=f"r{room}",
         tokens=pack_ids(range(prompt)),
         prompt_tokens=prompt,
-        sampling=Sampling(max_tokens=max_tokens),
+        sampling=Sampling(max_tokens=max_tokens, n=n),
         time_left=60,
     )
 
@@ -161,6 +163,85 @@ async def test_a_slow_reader_gets_all_of_it_in_one_and_nothing_is_lost() -> None
             cached_tokens=3,
         )
     ]
+
+
+async def test_the_odds_of_outputs_that_waited_together_are_told_together() -> None:
+    rig = Rig()
+    stream = rig.submit(1)
+    one, two = ((3, -0.5), (4, -1.5)), ((5, -0.25), (6, -2.5))
+    rig.say(1, 3, tops=pack_tops([one]), scored=b"12345678")
+    rig.say(1, 5, tops=pack_tops([two]), finish="length")
+    (output,) = await rest(stream)
+    assert unpack_tops(output.tops, 2) == [one, two]
+    assert output.scored == b"12345678"
+
+
+# Several sequences of a room.
+
+
+async def test_a_room_ends_with_the_last_of_its_sequences() -> None:
+    rig = Rig()
+    stream = rig.submit(1, n=3)
+    assert rig.load == [(1, 3 + 3 * 5)]
+    rig.say(1, 10, index=1)
+    rig.say(1, 20, index=0, finish="length")
+    rig.say(1, 11, index=1, finish="stop")
+    assert rig.load[0][0] == 1
+    rig.say(1, 30, index=2, finish="length")
+    assert [(o.index, o.tokens, o.finish) for o in await rest(stream)] == [
+        (1, (10, 11), "stop"),
+        (0, (20,), "length"),
+        (2, (30,), "length"),
+    ]
+    assert rig.load == [(0, 0)]
+
+
+async def test_one_sequence_may_be_stopped_and_the_others_go_on() -> None:
+    rig = Rig()
+    stream = rig.submit(1, n=3)
+    rig.say(1, 10, index=1)
+    stream.stop(1)
+    assert rig.links[0].told[-1] == AbortRoom(room=1, reason="stop", index=1)
+    rig.say(1, 11, index=1)  # it had not heard
+    rig.say(1, 12, index=1, finish="length")
+    rig.say(1, 20, index=0, finish="length")
+    assert (await anext(stream)).tokens == (20,)
+    stream.stop(0)  # it has ended: nobody is told
+    stream.stop(2)  # the last one
+    stream.stop(2)
+    assert rig.links[0].told[2:] == [AbortRoom(room=1, reason="stop")]
+    assert await rest(stream) == []
+    assert rig.load == [(0, 0)]
+
+
+async def test_a_problem_ends_all_sequences_whichever_it_names() -> None:
+    rig = Rig()
+    stream = rig.submit(1, n=2)
+    rig.say(1, 10, index=0, finish="length")
+    rig.say(1, problem=Problem(code="overloaded", message="no"))  # of index 0, as it says
+    first, last = await rest(stream)
+    assert (first.finish, last.index, last.problem is not None) == ("length", 1, True)
+    assert rig.load == [(0, 0)]
+
+
+async def test_each_sequence_may_say_max_tokens_and_none_more() -> None:
+    rig = Rig()
+    stream = rig.submit(1, n=2)
+    rig.say(1, *range(5), index=0)
+    rig.say(1, *range(5), index=1)
+    assert rig.load[0][0] == 1
+    rig.say(1, 5, index=1)
+    outputs = await rest(stream)
+    assert [len(o.tokens) for o in outputs] == [5, 5]
+    assert any(o.problem for o in outputs)
+
+
+async def test_prefills_last_word_ends_the_room_of_all() -> None:
+    rig = Rig()
+    stream = rig.submit(1, n=4)
+    rig.say(1, finish="prefilled")
+    assert [o.finish for o in await rest(stream)] == ["prefilled"]
+    assert rig.load == [(0, 0)]
 
 
 async def test_the_same_room_twice_is_a_conflict_and_the_first_goes_on() -> None:
@@ -441,6 +522,16 @@ async def test_a_rebind_that_could_not_be_told_can_be_tried_again(kind: type[Pdr
     link.is_full, link.ready = False, READY
     rig.dispatcher.rebind(rebind)
     assert link.told[1:] == [rebind]
+
+
+async def test_a_room_that_has_said_something_is_not_bound_anew() -> None:
+    """From its first token on it is decode that asks for what it needs (SPEC promise 4)."""
+    rig = Rig()
+    rig.submit(1)
+    rig.say(1, 5)
+    with pytest.raises(Conflict, match="first token"):
+        rig.dispatcher.rebind(Rebind(room=1, attempt=65536, source=SOURCE))
+    assert len(rig.links[0].told) == 1
 
 
 async def test_after_a_rebind_outputs_of_the_first_attempt_still_count() -> None:

@@ -30,6 +30,7 @@ LEAST: dict[Dialect, Body] = {
     "completions": {"prompt": "a"},
     "chat": {"messages": [{"role": "user", "content": "hi"}]},
 }
+SIDES: tuple[Role, ...] = ("prefill", "decode", "hybrid")
 DIALECTS: tuple[Dialect, ...] = ("generate", "completions", "chat")
 LEG = Leg(
     bootstrap_room=7,
@@ -77,6 +78,7 @@ def refusal(dialect: Dialect, body: Body) -> str:
         ("seed", 5, {"seed": 5}),
         ("seed", -1, {"seed": (1 << 63) - 1}),
         ("max_tokens", 9, {"max_tokens": 9}),
+        ("n", 3, {"n": 3}),
         ("temperature", None, {}),
     ],
 )
@@ -114,10 +116,12 @@ def test_each_sampling_field_is_honoured(
         ("stop_token_ids", [1] * 65),
         ("ignore_eos", "yes"),
         ("seed", 1.5),
-        ("n", 2),
+        ("n", 0),
+        ("n", 129),
         ("n", True),
-        ("logprobs", True),
-        ("logprobs", 0),
+        ("logprobs", "yes"),
+        ("logprobs", -1),
+        ("logprobs", 21),
     ],
 )
 def test_a_bad_or_unsupported_sampling_field_is_named(
@@ -165,11 +169,6 @@ def test_an_unknown_field_inside_sampling_params_is_named() -> None:
 @pytest.mark.parametrize(
     ("field", "neutral", "asking"),
     [
-        ("n", 1, 2),
-        ("best_of", 1, 2),
-        ("logprobs", False, True),
-        ("top_logprobs", 0, 3),
-        ("echo", False, True),
         ("suffix", "", "end"),
         ("logit_bias", {}, {"5": 1}),
         ("tools", [], [{"type": "function"}]),
@@ -187,6 +186,95 @@ def test_openai_fields_not_served_are_refused_only_when_they_ask_for_something(
     assert refusal(dialect, body_of(dialect, **{field: asking})) == (
         f"{field} is not supported in this version"
     )
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields"),
+    [
+        ("chat", {"best_of": 2}),
+        ("chat", {"echo": True}),
+        ("chat", {"prompt_logprobs": 1}),
+        ("chat", {"top_logprobs": 3}),
+        ("chat", {"logprobs": False, "top_logprobs": 3}),
+        ("chat", {"logprobs": True, "top_logprobs": 21}),
+        ("chat", {"logprobs": 1}),
+        ("completions", {"best_of": 2}),
+        ("completions", {"best_of": 1, "n": 2}),
+        ("completions", {"top_logprobs": 3}),
+        ("completions", {"prompt_logprobs": 1}),
+        ("completions", {"logprobs": True}),
+        ("completions", {"max_tokens": 0}),
+        ("completions", {"echo": "yes"}),
+        ("generate", {"sampling_params": {"echo": True}}),
+        ("generate", {"sampling_params": {"top_logprobs": 2}}),
+        ("generate", {"sampling_params": {"best_of": 2}}),
+        ("generate", {"sampling_params": {"logprobs": True}}),
+        ("generate", {"sampling_params": {"prompt_logprobs": 21}}),
+        ("generate", {"logprobs": 1}),
+    ],
+)
+def test_what_asks_for_odds_or_choices_in_a_way_that_is_not_served_is_named(
+    dialect: Dialect, fields: Body
+) -> None:
+    name = next(reversed(fields.get("sampling_params", fields)))
+    said = refusal(dialect, {**LEAST[dialect], **fields})
+    assert name in said or "best_of" in said
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields", "odds", "scoring", "echo"),
+    [
+        ("generate", {}, None, -1, False),
+        ("generate", {"logprobs": 0}, 0, -1, False),
+        ("generate", {"logprobs": 3, "prompt_logprobs": 0}, 3, 0, False),
+        ("generate", {"prompt_logprobs": 5}, None, 5, False),
+        ("completions", {"logprobs": 2}, 2, -1, False),
+        ("completions", {"logprobs": 0, "echo": False, "best_of": 1}, 0, -1, False),
+        ("completions", {"logprobs": False}, None, -1, False),
+        ("completions", {"echo": True}, None, -1, True),
+        ("completions", {"echo": True, "logprobs": 4, "n": 2, "best_of": 2}, 4, 4, True),
+        ("chat", {"logprobs": True}, 0, -1, False),
+        ("chat", {"logprobs": True, "top_logprobs": 20}, 20, -1, False),
+        ("chat", {"logprobs": False, "top_logprobs": 0, "best_of": 1, "echo": False}, None, -1, 0),
+    ],
+)
+def test_odds_and_echo_are_read_in_each_dialects_words(
+    dialect: Dialect, fields: Body, odds: int | None, scoring: int, echo: bool
+) -> None:
+    body = {"sampling_params": fields} if dialect == "generate" else fields
+    order = parse(dialect, {**LEAST[dialect], **body})
+    assert (order.odds, order.scoring, order.echo) == (odds, scoring, echo)
+    assert order.settle(3, 100, 0).top_logprobs == (odds or 0)
+    assert order.is_prompt_told == (scoring >= 0 or bool(echo))
+
+
+def test_with_echo_the_prompt_alone_may_be_asked_for() -> None:
+    order = parse("completions", {"prompt": "a", "echo": True, "max_tokens": 0})
+    assert order.is_silent
+    assert order.settle(3, 100, 0).max_tokens == 1  # one is drawn, and dropped
+    there, leg = split_leg(leg_body("decode", order, LEG, seed=1))
+    assert parse("completions", there, leg).is_silent
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields"),
+    [
+        ("completions", {"echo": True, "logprobs": 2, "n": 2}),
+        ("generate", {"sampling_params": {"logprobs": 2, "prompt_logprobs": 1, "n": 2}}),
+    ],
+)
+def test_decode_never_hears_of_what_only_prefill_can_tell(dialect: Dialect, fields: Body) -> None:
+    """CASES 90: and both legs draw alike, each with what it needs."""
+    order = parse(dialect, {**LEAST[dialect], **fields})
+    bodies = {side: leg_body(side, order, LEG, seed=1) for side in SIDES}
+    assert not {"echo", "prompt_logprobs"} & set(json.dumps(bodies["decode"]).split('"'))
+    legs = {side: split_leg(body) for side, body in bodies.items()}
+    orders = {side: parse(dialect, fields, leg) for side, (fields, leg) in legs.items()}
+    assert [orders[side].is_prompt_told for side in SIDES] == [True, False, True]
+    assert [orders[side].odds for side in SIDES] == [2, 2, 2]
+    assert len({repr(orders[side].settle(3, 100, 0)) for side in SIDES}) == 1
+    told = {side: leg.text_starts_after_prompt for side, (_, leg) in legs.items() if leg}
+    assert told == {"prefill": False, "decode": order.echo, "hybrid": False}
 
 
 @pytest.mark.parametrize("dialect", ["completions", "chat"])

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -14,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pdrt.control.answer import Answer, Delta, Times
+from pdrt.control.answer import Answer, Choice, Delta, Times
 from pdrt.control.detokenize import Pieces, StopScanner, WindowPieces
 from pdrt.control.order import Chat
 from pdrt.control.template import ChatTemplate
 from pdrt.control.text import ByteText, ModelText, TextPool, open_text
-from pdrt.errors import BadRequest, ConfigError, Overloaded
-from pdrt.messages import Output
+from pdrt.errors import BadRequest, ConfigError, Overloaded, PdrtError
+from pdrt.messages import Finish, Output, pack_tops
 from tests.control.small_tokenizers import byte_level, metaspace, model_directory
 
 HI = Chat(({"role": "user", "content": "hi"},), {})
@@ -143,8 +144,11 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
 # An answer.
 
 
+# Of one choice, unless a test says more.
+
+
 def answer_of(stops: Sequence[str] = (), prompt_tokens: int = 5) -> Answer:
-    return Answer(prompt_tokens, ByteText().pieces(), StopScanner(stops), Times(0.0))
+    return Answer(prompt_tokens, [Choice(ByteText().pieces(), StopScanner(stops))], Times(0.0))
 
 
 def out(text: str = "", finish: str | None = None, cached: int = 0, eos: bool = False) -> Output:
@@ -156,7 +160,7 @@ def test_the_token_that_said_stop_is_an_id_but_no_text() -> None:
     """CASES 86: an ordinary token may be a stop id too."""
     answer = answer_of()
     assert answer.take(out("ab", "stop"), 1.0) == Delta("a", (97, 98), "stop")
-    assert (answer.text, answer.usage()["completion_tokens"]) == ("a", 2)
+    assert (answer.choices[0].text, answer.usage()["completion_tokens"]) == ("a", 2)
 
 
 def test_a_stop_string_across_tokens_ends_the_text_and_the_counting() -> None:
@@ -164,7 +168,7 @@ def test_a_stop_string_across_tokens_ends_the_text_and_the_counting() -> None:
     deltas = [answer.take(out(t), 1.0) for t in ("one E", "N")] + [answer.take(out("Dxyz"), 2.0)]
     assert [d.text for d in deltas] == ["one ", "", ""]
     assert deltas[-1].finish == "stop"
-    assert bytes(answer.ids) == b"one END"
+    assert bytes(answer.choices[0].ids) == b"one END"
 
 
 def test_a_stop_string_wins_over_the_length_it_is_completed_by() -> None:
@@ -194,21 +198,77 @@ def test_cached_tokens_are_never_more_than_the_prompt_and_counted_once() -> None
     stops=st.lists(st.text(alphabet="ab你", min_size=1, max_size=2), max_size=2),
 )
 def test_grouping_changes_nothing(text: str, cuts: list[int], stops: list[str]) -> None:
-    """CASES 94: the concatenation of a stream is the text of the whole answer."""
+    """CASES 94, 89: the chunks of a stream add up to the whole answer; each token has its odds."""
     tokens = text.encode()
-    whole, streamed = answer_of(stops), answer_of(stops)
-    whole.take(Output(room=1, tokens=tuple(tokens), finish="length"), 1.0)
+    whole, streamed = with_odds(stops), with_odds(stops)
+    whole.take(likely(tokens, 0, "length"), 1.0)
+    (one,), (other,) = whole.choices, streamed.choices
     at, deltas = 0, list[Delta]()
     for cut in cuts:
-        if streamed.finish is None:
-            deltas.append(streamed.take(Output(room=1, tokens=tuple(tokens[at : at + cut])), 1.0))
+        if other.finish is None:
+            deltas.append(streamed.take(likely(tokens[at : at + cut], at), 1.0))
             at += cut
-    if streamed.finish is None:
-        last = Output(room=1, tokens=tuple(tokens[at:]), finish="length")
-        deltas.append(streamed.take(last, 1.0))
-    assert "".join(d.text for d in deltas) == whole.text
-    assert [i for d in deltas for i in d.ids] == whole.ids
-    assert (streamed.finish, streamed.usage()) == (whole.finish, whole.usage())
+    if other.finish is None:
+        deltas.append(streamed.take(likely(tokens[at:], at, "length"), 1.0))
+    assert "".join(d.text for d in deltas) == one.text
+    assert [i for d in deltas for i in d.ids] == one.ids
+    assert [o for d in deltas for o in d.odds] == one.odds
+    assert [o.token for o in one.odds] == one.ids
+    assert [o.logprob for o in one.odds] == [-float(i) for i in range(len(one.ids))]
+    assert all(o.top == ((o.token, o.logprob), (7, -99.0)) for o in one.odds)
+    assert (other.finish, streamed.usage()) == (one.finish, whole.usage())
+
+
+def with_odds(stops: Sequence[str] = ()) -> Answer:
+    choice = Choice(ByteText().pieces(), StopScanner(stops), with_odds=True)
+    return Answer(5, [choice], Times(0.0))
+
+
+def likely(tokens: bytes, at: int, finish: Finish | None = None) -> Output:
+    """Token i of the answer has log-probability -i."""
+    logprobs = tuple(-float(at + i) for i in range(len(tokens)))
+    tops = pack_tops([((t, p), (7, -99.0)) for t, p in zip(tokens, logprobs, strict=True)])
+    return Output(room=1, tokens=tuple(tokens), logprobs=logprobs, tops=tops, finish=finish)
+
+
+def test_each_token_begins_where_its_text_does() -> None:
+    answer = with_odds()
+    answer.take(likely("a你b".encode(), 0), 1.0)
+    answer.take(replace(likely(b"cX", 5), finish="stop"), 1.0)
+    assert [o.at for o in answer.choices[0].odds] == [0, 1, 1, 1, 2, 3, 4]
+    assert answer.choices[0].text == "a你bc"
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        Output(room=1, tokens=(97, 98)),
+        Output(room=1, tokens=(97, 98), logprobs=(-1.0,)),
+        Output(room=1, tokens=(97, 98), logprobs=(-1.0, -2.0), tops=b"123"),
+    ],
+)
+def test_a_worker_that_tells_no_odds_is_an_error_and_not_a_shorter_list(output: Output) -> None:
+    """CASES 89."""
+    with pytest.raises(PdrtError, match="odds"):
+        with_odds().take(output, 1.0)
+
+
+def test_the_choices_of_an_answer_grow_and_end_by_themselves() -> None:
+    choices = [Choice(ByteText().pieces(), StopScanner(["END"])) for _ in range(2)]
+    answer = Answer(5, choices, Times(0.0))
+    assert answer.take(replace(out("one E"), index=1), 1.0).index == 1
+    assert answer.take(out("NDabc", "length"), 1.0).finish == "length"
+    assert (choices[0].text, answer.is_over) == ("NDabc", False)
+    assert answer.take(replace(out("ND"), index=1), 1.0) == Delta("", tuple(b"ND"), "stop", 1)
+    assert (choices[1].text, answer.is_over) == ("one ", True)
+    assert answer.usage()["completion_tokens"] == 5 + 7
+
+
+def test_a_choice_that_nobody_asked_for_says_nothing_and_ends() -> None:
+    """The prompt alone was wanted (echo with max_tokens 0)."""
+    choice = Choice(ByteText().pieces(), StopScanner(()), with_odds=True, is_silent=True)
+    assert choice.take(likely(b"a", 0, "length")) == Delta("", (), "length")
+    assert (choice.ids, choice.odds) == ([], [])
 
 
 def test_half_a_character_at_the_end_of_an_answer_is_not_lost() -> None:
@@ -409,3 +469,30 @@ async def test_who_leaves_the_queue_makes_place() -> None:
     finally:
         text.gate.set()
         pool.close()
+
+
+# A token by itself.
+
+
+def test_a_token_is_written_as_it_is_special_or_not() -> None:
+    byte_level_, metaspace_ = ModelText(BYTE_LEVEL, None), ModelText(METASPACE, None)
+
+    def written(text: ModelText, tokenizer: Tokenizer, piece: str) -> bytes:
+        token = tokenizer.token_to_id(piece)
+        assert token is not None
+        return text.bytes_of(token)
+
+    assert written(byte_level_, BYTE_LEVEL, "Ġhello") == b" hello"
+    assert written(byte_level_, BYTE_LEVEL, "<|end|>") == b"<|end|>"
+    assert written(metaspace_, METASPACE, "▁hello") == b" hello"
+    assert written(metaspace_, METASPACE, "<0xE4>") == b"\xe4"
+    assert written(metaspace_, METASPACE, "</s>") == b"</s>"
+    assert (ByteText().bytes_of(97), ByteText().bytes_of(256)) == (b"a", b"<eos>")
+    assert [text.bytes_of(10**6) for text in (byte_level_, metaspace_, ByteText())] == [b""] * 3
+
+
+@given(text=TEXTS)
+def test_the_bytes_of_a_texts_tokens_are_the_texts(text: str) -> None:
+    ids = BYTE_LEVEL.encode(text, add_special_tokens=False).ids
+    words = ModelText(BYTE_LEVEL, None)
+    assert b"".join(map(words.bytes_of, ids)).decode(errors="replace") == BYTE_LEVEL.decode(ids)
