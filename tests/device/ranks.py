@@ -123,5 +123,19 @@ def as_rank(
     return Replayed(drawn, runner.layout, bytes(memory))
 
 
+def loading(place: Place, model: str) -> int:
+    """Bytes that a rank's weights add to this process's own memory, which files mapped are not."""
+    before = _own_bytes()
+    runner = opened(model, place.rank, place.size)
+    added = _own_bytes() - before
+    del runner
+    return added
+
+
+def _own_bytes() -> int:
+    [line] = [x for x in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in x]
+    return int(line.split()[1]) * 1024
+
+
 def _untold(step: SeqStep) -> SeqStep:
     return dataclasses.replace(step, draw=step.draw and ELSEWHERE)

@@ -54,10 +54,32 @@ def test_the_sum_is_in_place_and_the_same_on_every_rank(
     torch.testing.assert_close(sums[0], want.to(dtype), rtol=0.02, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_gathered_comes_to_the_first_rank_in_order(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    ends = in_threads(tmp_path, 3)
+    parts = [torch.full((2, 50), rank).to(dtype) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda end, part: end.gather(part), ends, parts))
+    assert found[1:] == [None, None]
+    assert found[0] is not None
+    for got, part in zip(found[0], parts, strict=True):
+        assert torch.equal(got, part)
+
+
+def test_a_first_rank_whose_others_left_gathers_nothing(tmp_path: Path) -> None:
+    stayed, left = in_threads(tmp_path, 2)
+    left.close()
+    with pytest.raises(PeerLost, match="rank 0 of 2"):
+        stayed.gather(torch.zeros(1))
+
+
 def test_a_group_of_one_does_nothing(tmp_path: Path) -> None:
     alone = collective.join(0, 1, tmp_path / "nobody looks here", 0.1)
     values = torch.arange(3.0)
     assert alone.all_reduce_(values) is values
+    assert alone.gather(values) == [values]
     assert values.tolist() == [0, 1, 2]
     assert list(tmp_path.iterdir()) == []
     alone.close()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from pdrt.device.batch import Drawn, Runner, SeqStep
 from pdrt.messages import KvLayout, Sampling
 from tests.device import ranks, tiny
 from tests.device.loop import GREEDY, Loop
-from tests.device.ranks import BLOCK, BLOCKS, Ranks, Recorder, as_rank, opened
+from tests.device.ranks import BLOCK, BLOCKS, Ranks, Recorder, as_rank, loading, opened
 
 CHUNK, TOKENS = 32, 6
 WARM = Sampling(temperature=0.8, seed=5, top_k=40)
@@ -94,6 +97,9 @@ def whose(size: int, total: int) -> list[range]:
         ("qwen2", 2),
         ("qwen3", 4),
         ("smollm2", 2),
+        ("mixtral", 2),
+        ("qwen3_moe", 4),
+        ("llama_uneven_vocab", 4),
     ],
 )
 def test_a_group_says_and_keeps_what_one_rank_does(
@@ -141,6 +147,37 @@ def test_bfloat16_sums_agree_within_its_precision(
     assert said[0].layout.dtype == "bfloat16"
     first = [d.logprob for d in said[0].drawn[0]]
     assert first == pytest.approx([d.logprob for d in alone.drawn[0]], abs=0.5)
+
+
+def test_each_of_two_ranks_has_half_of_the_vocabulary_in_memory(
+    group: Ranks, tmp_path: Path
+) -> None:
+    """Measured: what loading a model of little else adds to a process's own memory."""
+    vocab, hidden = 300_000, 64
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layer = "model.layers.0."
+    square = [f"{layer}self_attn.{x}_proj" for x in "qkvo"]
+    square += [f"{layer}mlp.{x}_proj" for x in ("gate", "up", "down")]
+    norms = [f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "model.norm"]
+    words = ["model.embed_tokens", "lm_head"]
+    tensors = {f"{name}.weight": torch.zeros(hidden, hidden) for name in square}
+    tensors |= {f"{name}.weight": torch.zeros(hidden) for name in norms}
+    tensors |= {f"{name}.weight": torch.zeros(vocab, hidden) for name in words}
+    save_file(tensors, tmp_path / "model.safetensors")
+    both = 2 * vocab * hidden * 4
+    [alone] = group(1, loading, str(tmp_path))
+    shared = group(2, loading, str(tmp_path))
+    assert alone == pytest.approx(both, rel=0.1)
+    assert shared == [pytest.approx(both / 2, rel=0.1)] * 2
 
 
 def test_a_rank_that_has_not_joined_executes_nothing(tiny_model: Callable[[str], str]) -> None:

@@ -62,6 +62,7 @@ CONFIGS: Final[dict[str, Any]] = {
     "llama_mha_biased": LlamaConfig(
         **_SHAPE | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
     ),
+    "llama_uneven_vocab": LlamaConfig(**_SHAPE | {"vocab_size": VOCAB + 1}),
     "llama3_rope": LlamaConfig(
         **_SHAPE,
         **_rope(
@@ -120,8 +121,12 @@ CONFIGS: Final[dict[str, Any]] = {
 
 def make(name: str, directory: Path, **saving: Any) -> Any:
     """Save the model to `directory` and return transformers' own, in float32."""
-    torch.manual_seed(20 + len(name))
-    config = CONFIGS[name]
+    return save(CONFIGS[name], 20 + len(name), directory, **saving)
+
+
+def save(config: Any, seed: int, directory: Path, **saving: Any) -> Any:
+    """As `make`, of any config."""
+    torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -156,6 +161,13 @@ def answer(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
     out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
     said: list[int] = out[0, len(prompt) :].tolist()
     return said
+
+
+def judged(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """Transformers' logits [tokens, vocab] of all rows in one forward."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0].float()
+    return logits
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -21,28 +21,29 @@ class Vocabulary:
     """`embedding` and `head` are [rows, hidden], as many rows on each rank; tied, they are one."""
 
     def __init__(self, shard: Shard, embedding: Tensor, head: Tensor) -> None:
-        self._shard, self._embedding, self._head = shard, embedding, Linear(head)
+        self._shard, self.embedding, self.head = shard, embedding, head
+        self._judge = Linear(head)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._embedding.dtype
+        return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._embedding.device
+        return self.embedding.device
 
     def embed(self, tokens: Tensor, group: Collective) -> Tensor:
         """[tokens, hidden], the same on every rank."""
         if self._shard.size == 1:
-            return F.embedding(tokens, self._embedding)
+            return F.embedding(tokens, self.embedding)
         rows = tokens - self._shard.vocab.first
         is_elsewhere = (rows < 0) | (rows >= len(self._shard.vocab))
-        found = F.embedding(rows.masked_fill_(is_elsewhere, 0), self._embedding)
+        found = F.embedding(rows.masked_fill_(is_elsewhere, 0), self.embedding)
         return group.all_reduce_(found.masked_fill_(is_elsewhere.unsqueeze(1), 0))
 
     def logits(self, normed: Tensor, group: Collective) -> Tensor | None:
         """[rows, vocab] in float32 for rows of normed hidden states, on the first rank."""
-        parts = group.gather(self._head(normed))
+        parts = group.gather(self._judge(normed))
         if parts is None:
             return None
         found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
