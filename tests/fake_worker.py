@@ -60,6 +60,10 @@ class FakeWorker:
         self.trouble: Exception | None = None
         self._heard, self._stopping, self._ended = heard, asyncio.Event(), asyncio.Event()
 
+    @property
+    def name(self) -> str:
+        return f"worker {self.rank}"
+
     def tell(self, message: ToWorker) -> None:
         if self.ready is None:
             raise PeerLost("it is not ready")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -215,15 +216,36 @@ async def test_a_taken_port_is_told_before_any_worker_starts() -> None:
         assert not taken.workers[0].folder.exists()
 
 
+OVER_TWO = {"world_size": 2, "tp": 2, "devices_per_node": 1, "ips": ["127.0.0.1", "127.0.0.2"]}
+
+
+@pytest.mark.parametrize(
+    ("role", "parallel", "ports", "why"),
+    [
+        ("hybrid", {}, {"hybrid": 0}, "[ports] hybrid = 0: the nodes of an instance must know"),
+        ("prefill", {}, {"bootstrap": 0}, "[ports] bootstrap = 0"),
+        (
+            "decode",
+            {"ips": ["10.9.9.1", "10.9.9.2"], "local_ip": "10.9.8.1"},
+            {},
+            "look for this leader at 10.9.9.1, as ips says",
+        ),
+    ],
+)
+def test_a_leader_whom_its_other_nodes_would_not_find_is_refused(
+    role: Role, parallel: Mapping[str, Any], ports: Mapping[str, int], why: str
+) -> None:
+    tables = {"model": {"path": "null"}, "parallel": {**OVER_TWO, **parallel}, "ports": ports}
+    settings = check(NodeConfig, tables, "test")
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        check_served(role, settings, Place.of(settings.parallel, 0))
+
+
 @pytest.mark.parametrize(
     ("parallel", "why"),
     [
         ({"world_size": 3, "tp": 3, "devices_per_node": 3}, "tp = 3: must divide the model's 8"),
         ({"world_size": 2, "cp": 2, "devices_per_node": 2}, "cp = 2"),
-        (
-            {"world_size": 2, "tp": 2, "devices_per_node": 1, "ips": ["127.0.0.1", "127.0.0.2"]},
-            "one node only",
-        ),
     ],
 )
 def test_a_topology_that_is_not_served_yet_or_not_by_the_model_is_refused(

@@ -199,6 +199,10 @@ class DPDispatcher:
         """How many are in flight."""
         return len(self._streams)
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._streams
+
     def is_idle_on(self, dp_ranks: Iterable[int]) -> bool:
         """Whether none of these ranks has a room."""
         return not any(self._lanes[dp].rooms for dp in dp_ranks)

@@ -19,6 +19,8 @@ class Told(Protocol):
     @property
     def rank(self) -> Rank: ...
     @property
+    def name(self) -> str: ...
+    @property
     def state(self) -> str: ...
     @property
     def ready(self) -> Ready | None: ...
@@ -70,6 +72,7 @@ def worker_health(worker: Told) -> Json:
     """One worker in /health."""
     return {
         "rank": str(worker.rank),
+        "name": worker.name,
         "state": str(worker.state),
         "lives": worker.lives,
         "last_problem": worker.last_problem.message if worker.last_problem else None,

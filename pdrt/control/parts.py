@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from pdrt.config import Role
-from pdrt.control.dispatch import DPDispatcher
 from pdrt.control.figures import Told
 from pdrt.control.heartbeat import Time
+from pdrt.control.http import Json
 from pdrt.control.lives import NodeState
 from pdrt.control.sides import Side
 from pdrt.control.worker_handle import Lost
 from pdrt.errors import PeerLost
-from pdrt.messages import FromWorker, Rank, Ready, ToWorker
+from pdrt.messages import (
+    AbortRoom,
+    Drain,
+    FromWorker,
+    Outputs,
+    Problem,
+    Rank,
+    Ready,
+    ToWorker,
+)
 from pdrt.spawn import WorkerSpec
 
 
@@ -35,10 +44,62 @@ Heard: TypeAlias = Callable[[Handle, "FromWorker | Lost"], None]
 Hire: TypeAlias = Callable[[Rank, Callable[[str], WorkerSpec], Path, Heard, Time], Handle]
 
 
+class Work(Protocol):
+    """The requests of a node, as its supervisor needs them; see DPDispatcher."""
+
+    @property
+    def rooms(self) -> int:
+        """How many are in flight."""
+        ...
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the node may go: no request is on its workers, nor will be when it drains."""
+        ...
+
+    def is_in_flight(self, room: int) -> bool: ...
+
+    def deliver(self, dp_rank: int, outputs: Outputs) -> None: ...
+
+    def worker_lost(self, dp_rank: int, problem: Problem) -> Sequence[int]:
+        """The rooms that this ends."""
+        ...
+
+    def abort(self, room: int, reason: str) -> None: ...
+
+    def resume_locally(self, room: int) -> None:
+        """Raises NotFound, PeerLost or Overloaded."""
+        ...
+
+    def drain(self) -> None: ...
+
+    def catch_up(self) -> None: ...
+
+
+class Others(Protocol):
+    """The other nodes of a leader's instance; see Nodes."""
+
+    def look(self) -> None:
+        """Called often."""
+        ...
+
+    def health(self) -> Sequence[Json]: ...
+
+
+class NoOthers:
+    """Of an instance that is one node."""
+
+    def look(self) -> None: ...
+
+    def health(self) -> Sequence[Json]:
+        return ()
+
+
 class Lane:
     """A dp rank as the dispatcher sees it: tp 0 is told, and its role's side hears it too.
 
-    The rank is there when all workers of its tensor-parallel group are.
+    The rank is there when all workers of its tensor-parallel group are. When one is on a node
+    that wants to go, nothing new is taken, and what is there goes on.
     """
 
     def __init__(self, group: Sequence[Handle], told: Callable[[Rank, ToWorker], None]) -> None:
@@ -53,8 +114,9 @@ class Lane:
         return self._head.ready if self._absent is None else None
 
     def tell(self, message: ToWorker) -> None:
-        if (absent := self._absent) is not None:
-            raise PeerLost(f"worker {absent.rank} is {absent.state}, not ready")
+        is_new = not isinstance(message, AbortRoom | Drain)
+        if is_new and (absent := self._absent) is not None:
+            raise PeerLost(f"{absent.name} is {absent.state}, not ready")
         self._head.tell(message)
         self._told(self.rank, message)
 
@@ -92,8 +154,12 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
+    """`prove` tries a request where nobody else would, and says why none would succeed."""
+
     role: Role
     side: Side
     handles: Sequence[Handle]
-    dispatcher: DPDispatcher
+    work: Work
     condition: Condition
+    others: Others = field(default_factory=NoOthers)
+    prove: Callable[[], Awaitable[str]] | None = None

@@ -38,10 +38,12 @@ class Shown:
         condition, side = self.parts.condition, self.parts.side
         reasons, peers = list(side.missing()), side.peers()
         if condition.state is not NodeState.READY:
-            absent = [f"worker {h.rank} is {h.state}" for h in self.parts.handles if not h.ready]
+            absent = [f"{h.name} is {h.state}" for h in self.parts.handles if not h.ready]
             reasons = [f"the node is {condition.state}", *absent, *reasons]
         elif peers and all(peer.health is Health.DEAD for peer in peers):
             reasons += [f"peer {peer.name} is dead: {peer.reason}" for peer in peers]
+        elif not self._ready_ranks():
+            reasons += [f"{h.name} is {h.state}" for h in self.parts.handles if not h.ready]
         elif not reasons and not condition.served_since_fault:
             reasons = ["no request has succeeded since the start or the last fault"]
         return "; ".join(reasons)
@@ -52,6 +54,7 @@ class Shown:
             "role": parts.role,
             "state": str(parts.condition.state),
             "workers": [worker_health(handle) for handle in parts.handles],
+            "nodes": list(parts.others.health()),
             "missing": list(parts.side.missing()),
             "peers": {p.name: f"{p.health}: {p.reason}".rstrip(": ") for p in parts.side.peers()},
         }
@@ -69,7 +72,7 @@ class Shown:
             "ready_ranks": self._ready_ranks(),
             "max_model_len": self.max_model_len,
             "load": load_of(parts.handles),
-            "rooms": parts.dispatcher.load().rooms,
+            "rooms": parts.work.rooms,
             "last_fault_at": parts.condition.fault_at or None,
             "workers": [worker_status(handle, now) for handle in parts.handles],
         }

@@ -57,8 +57,8 @@ class Side(Protocol):
         """A worker said its last of this."""
         ...
 
-    def lost(self, rank: Rank) -> None:
-        """A worker's process has ended."""
+    def lost(self, rank: Rank, is_dead: bool = True) -> None:
+        """A worker's process has ended, or only the way to it when it is not dead."""
         ...
 
     async def prefill_again(self, wanted: AskPrefill) -> None:
@@ -89,7 +89,7 @@ class HybridSide:
 
     def ended(self, _room: int, _attempt: int) -> None: ...
 
-    def lost(self, _rank: Rank) -> None: ...
+    def lost(self, _rank: Rank, is_dead: bool = True) -> None: ...
 
     async def prefill_again(self, wanted: AskPrefill) -> None:
         raise NotFound(f"room {wanted.room} has no prefill side")
@@ -139,8 +139,10 @@ class PrefillSide:
 
     def ended(self, _room: int, _attempt: int) -> None: ...
 
-    def lost(self, rank: Rank) -> None:
-        self._state.withdraw(rank)
+    def lost(self, rank: Rank, is_dead: bool = True) -> None:
+        """One that is not dead goes on with its lease, in the same epoch."""
+        if is_dead:
+            self._state.withdraw(rank)
 
     async def prefill_again(self, wanted: AskPrefill) -> None:
         raise NotFound(f"room {wanted.room} is computed here")
@@ -181,7 +183,7 @@ class DecodeSide:
     def ended(self, room: int, attempt: int) -> None:
         self._reprefill.over(room, attempt)
 
-    def lost(self, rank: Rank) -> None:
+    def lost(self, rank: Rank, is_dead: bool = True) -> None:
         self._reprefill.lost(rank)
 
     async def prefill_again(self, wanted: AskPrefill) -> None:

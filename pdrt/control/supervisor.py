@@ -7,7 +7,8 @@ moves. It owns the workers: when `run` returns, however it does, none of them is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -29,10 +30,9 @@ from pdrt.control.lives import (
     WorkerGone,
 )
 from pdrt.control.parts import Handle, Parts
-from pdrt.control.selftest import self_test
 from pdrt.control.worker_handle import Lost
 from pdrt.errors import Draining, NotFound, Overloaded, PdrtError, PeerLost
-from pdrt.messages import FromWorker, Problem
+from pdrt.messages import FromWorker, Problem, Rank
 
 _TICK_S: Final = 0.05
 _SLICE: Final = 8
@@ -89,7 +89,7 @@ class Supervisor(Actor[Mail]):
     ) -> None:
         super().__init__(f"node {parts.role}", _MAILS)
         self._parts, self._timeouts, self._time, self._wall = parts, timeouts, time, wall
-        self._dispatcher, self._condition = parts.dispatcher, parts.condition
+        self._work, self._condition = parts.work, parts.condition
         self._loop_delay = loop_delay
         self._log = structlog.get_logger()
         self._told_loading: dict[str, tuple[str, int]] = {}  # by rank
@@ -145,9 +145,10 @@ class Supervisor(Actor[Mail]):
         """A step's outputs, a few at a time: each wakes a task, and all at once hold the loop."""
         for begin in range(0, len(items), _SLICE):
             part = tuple(items[begin : begin + _SLICE])
-            self._dispatcher.deliver(handle.rank.dp, messages.Outputs(items=part))
+            self._work.deliver(handle.rank.dp, messages.Outputs(items=part))
             for item in part:
-                if item.finish or item.problem:
+                is_end = item.finish or item.problem
+                if is_end and not self._work.is_in_flight(item.room):
                     self._parts.side.ended(item.room, item.attempt)
             if begin + _SLICE < len(items):
                 await asyncio.sleep(0)
@@ -184,11 +185,21 @@ class Supervisor(Actor[Mail]):
     def _lost(self, handle: Handle, lost: Lost) -> None:
         """Its group is over too: the requests do not wait until the others have ended."""
         self._condition.faulted(self._wall())
-        self._dispatcher.worker_lost(handle.rank.dp, lost.problem)
-        self._parts.side.lost(handle.rank)
+        rooms = self._work.worker_lost(handle.rank.dp, lost.problem)
+        self._parts.side.lost(handle.rank, lost.is_dead)
+        self._end_rooms(handle.rank, rooms)
         self._step(WorkerGone())
         if lost.final:
             self._give_up(f"worker {handle.rank} cannot be kept alive: {lost.problem.message}")
+
+    def _end_rooms(self, lost: Rank, rooms: Sequence[int]) -> None:
+        """Tp 0 may live on, when only the way to another node's rank is lost."""
+        for head in self._parts.handles:
+            if (head.rank.dp, head.rank.tp) != (lost.dp, 0) or head.rank == lost:
+                continue
+            with contextlib.suppress(PeerLost, Overloaded):
+                for room in rooms:
+                    head.tell(messages.AbortRoom(room=room, reason="worker_lost"))
 
     async def _prefill_again(self, wanted: messages.AskPrefill) -> None:
         try:
@@ -199,11 +210,11 @@ class Supervisor(Actor[Mail]):
 
     def _resume_locally(self, room: int) -> None:
         try:
-            self._dispatcher.resume_locally(room)
+            self._work.resume_locally(room)
         except (NotFound, PeerLost):
             return  # it has ended meanwhile
         except Overloaded as error:  # it must not wait for what will never come
-            self._dispatcher.abort(room, str(error))
+            self._work.abort(room, str(error))
 
     # What follows.
 
@@ -219,41 +230,43 @@ class Supervisor(Actor[Mail]):
 
     def _look(self) -> None:
         """Move on when what the node waits for has come."""
-        self._dispatcher.catch_up()
+        self._work.catch_up()
+        self._parts.others.look()
         condition = self._condition
         if condition.state is NodeState.LOADING and all(h.ready for h in self._parts.handles):
             self._step(AllLoaded())
         if condition.state is NodeState.REGISTERING and not self._parts.side.missing():
             self._step(AllRegistered())
             condition.has_been_ready = True
-            if self._parts.role == "hybrid" and (self._proof is None or self._proof.done()):
-                self._proof = self._task(self._prove())
-        if condition.state is NodeState.DRAINING and not self._dispatcher.load().rooms:
+            prove = self._parts.prove
+            if prove is not None and (self._proof is None or self._proof.done()):
+                self._proof = self._task(self._prove(prove))
+        if condition.state is NodeState.DRAINING and self._work.is_idle:
             self._end(Drained())
 
     def _drain(self) -> None:
         """No new work; end when what is running has finished, or when the grace is over."""
         if self._step(DrainAsked()):
-            self._dispatcher.drain()
+            self._work.drain()
             self._start(self._after(self._timeouts.drain_s, GraceOver()))
 
     def _cut_short(self) -> None:
-        self._log.warning("drain_cut_short", rooms=self._dispatcher.load().rooms)
+        self._log.warning("drain_cut_short", rooms=self._work.rooms)
         self._end(Drained())
 
     def _give_up(self, why: str) -> None:
-        absent = [f"worker {h.rank} is {h.state}" for h in self._parts.handles if not h.ready]
+        absent = [f"{h.name} is {h.state}" for h in self._parts.handles if not h.ready]
         self._condition.reason = "; ".join([why, *absent, *self._parts.side.missing()])
         self._end(GaveUp(self._condition.reason))
 
     def _end(self, event: Drained | GaveUp) -> None:
         if not self._step(event):
             return
-        self._dispatcher.drain()
+        self._work.drain()
         why = event.reason if isinstance(event, GaveUp) else "this instance stops"
         problem = Problem(code=Draining.code, message=why[:8000], stage="node")
         for handle in self._parts.handles:
-            self._dispatcher.worker_lost(handle.rank.dp, problem)  # clients are told, not cut off
+            self._work.worker_lost(handle.rank.dp, problem)  # clients are told, not cut off
             handle.stop()
         self._start(self._until_workers_ended())
 
@@ -274,11 +287,10 @@ class Supervisor(Actor[Mail]):
         await self._time.sleep(seconds)
         self.tell(mail)
 
-    async def _prove(self) -> None:
+    async def _prove(self, prove: Callable[[], Awaitable[str]]) -> None:
         """Alone, nobody else finds out whether a request would succeed. Until one has."""
-        ranks = sorted({handle.rank.dp for handle in self._parts.handles})
         while self._condition.state is NodeState.READY and not self._condition.served_since_fault:
-            if not (reason := await self_test(self._dispatcher, ranks)):
+            if not (reason := await prove()):
                 self._condition.served()
                 return
             self._log.warning("self_test_failed", reason=reason)

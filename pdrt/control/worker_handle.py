@@ -47,10 +47,14 @@ _SILENT_LOOKS: Final = 4  # a worker tells its figures twice a second
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The worker's process has ended; `final` when it will not be started again."""
+    """The worker's process has ended; `final` when it will not be started again.
+
+    Or only the way to it, when it is not dead: it is on another node.
+    """
 
     problem: Problem
     final: bool
+    is_dead: bool = True
 
 
 Heard: TypeAlias = Callable[["WorkerHandle", "FromWorker | Lost"], None]
@@ -84,6 +88,10 @@ class WorkerHandle:
         self._last_words: Problem | None = None  # why this life could not go on
         self._silent_looks = 0
         self._log = structlog.get_logger().bind(worker=str(rank))
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.rank}"
 
     def tell(self, message: ToWorker) -> None:
         """Raises PeerLost when the worker is not ready, Overloaded when it does not read."""

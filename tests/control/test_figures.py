@@ -23,6 +23,10 @@ class Worker:
     pid: int | None = 42
     last_problem: Problem | None = None
 
+    @property
+    def name(self) -> str:
+        return f"worker {self.rank}"
+
 
 BUSY = Stats(
     running=3,
@@ -70,6 +74,7 @@ def test_a_death_is_visible_with_its_reason_while_the_next_life_loads() -> None:
     assert (status["loading"], status["last_problem"]) == (["weights", 1, 4], DEAD.message)
     assert worker_health(worker) == {
         "rank": "1,0,0",
+        "name": "worker 1,0,0",
         "state": "loading",
         "lives": 2,
         "last_problem": DEAD.message,

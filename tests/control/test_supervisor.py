@@ -14,6 +14,7 @@ from pdrt.config import Role, TimeoutsSection
 from pdrt.control.dispatch import DPDispatcher, Stream
 from pdrt.control.heartbeat import Time, Watched
 from pdrt.control.parts import Condition, Handle, Lane, Parts, lanes
+from pdrt.control.selftest import self_test
 from pdrt.control.shown import Shown
 from pdrt.control.supervisor import DrainWanted, Mail, Said, Signalled, Supervisor
 from pdrt.control.worker_handle import Lost
@@ -35,7 +36,7 @@ from pdrt.messages import (
     pack_ids,
 )
 from tests.fake_time import FakeTime, settle
-from tests.fake_worker import FakeWorker
+from tests.fake_worker import DIED, FakeWorker
 
 TIMEOUTS = TimeoutsSection(startup_s=60, drain_s=30)
 WALL = 1_800_000_000.0
@@ -53,6 +54,7 @@ class FakeSide:
         self.heard: list[tuple[Rank, ToWorker]] = []
         self.over: list[tuple[int, int]] = []
         self.gone: list[Rank] = []
+        self.dead: list[Rank] = []
         self.refusal: PdrtError | None = None
         self.asked = asyncio.Event()
         self.asks = 0
@@ -68,8 +70,9 @@ class FakeSide:
     def ended(self, room: int, attempt: int) -> None:
         self.over.append((room, attempt))
 
-    def lost(self, rank: Rank) -> None:
+    def lost(self, rank: Rank, is_dead: bool = True) -> None:
         self.gone.append(rank)
+        self.dead += [rank] if is_dead else []
 
     async def prefill_again(self, wanted: AskPrefill) -> None:
         self.asks += 1
@@ -97,8 +100,16 @@ class Rig:
             for n in range(dp)
             for m in range(tp)
         ]
-        dispatcher = DPDispatcher(lanes(self.workers, self.side.told), self.time.clock)
-        self.parts = Parts(role, self.side, self.workers, dispatcher, Condition())
+        self.dispatcher = DPDispatcher(lanes(self.workers, self.side.told), self.time.clock)
+        ranks = list(range(dp))
+        self.parts = Parts(
+            role,
+            self.side,
+            self.workers,
+            self.dispatcher,
+            Condition(),
+            prove=(lambda: self_test(self.dispatcher, ranks)) if role == "hybrid" else None,
+        )
         self.supervisor = Supervisor(self.parts, TIMEOUTS, time, lambda: WALL)
         self.shown = Shown(self.parts, "m", 100, self.time.clock)
         self.task = asyncio.create_task(self.supervisor.run())
@@ -120,7 +131,7 @@ class Rig:
             sampling=Sampling(max_tokens=9),
             time_left=9.0,
         )
-        return self.parts.dispatcher.submit(message, rank)
+        return self.dispatcher.submit(message, rank)
 
     async def tell(self, mail: Mail) -> None:
         self.supervisor.tell(mail)
@@ -221,7 +232,7 @@ async def test_the_death_of_a_worker_fails_its_requests_and_is_a_fault() -> None
             await settle()
             assert await end_of(lost) == "peer_lost"
             assert rig.side.gone == [Rank(dp=0)]
-            assert (rig.state, rig.parts.dispatcher.load().rooms) == ("loading", 1)
+            assert (rig.state, rig.dispatcher.load().rooms) == ("loading", 1)
             rig.workers[0].become_ready()
             await settle()
             assert "last fault" in rig.shown.why_not_ready()
@@ -271,18 +282,36 @@ async def test_a_hybrid_group_is_tried_through_its_tp_0() -> None:
         assert tried == [1, 0, 1, 0]
 
 
-async def test_a_lane_tells_nobody_while_a_rank_of_its_group_is_absent() -> None:
+async def test_a_lane_takes_nothing_new_while_a_rank_of_its_group_is_absent() -> None:
+    """But ends what tp 0 has: the other rank's node may only be on its way out."""
     async with rigged(tp=2) as rig:
         await settle()
         (lane,) = lanes(rig.workers, rig.side.told)
         rig.workers[0].become_ready()
         assert lane.ready is None
+        resume, abort = ResumeLocally(room=7), AbortRoom(room=7, reason="x")
         with pytest.raises(PeerLost, match="worker 0,0,1 is loading, not ready"):
-            lane.tell(Drain())
+            lane.tell(resume)
+        lane.tell(abort)
         rig.workers[1].become_ready()
-        lane.tell(Drain())
-        assert (rig.workers[0].told, rig.workers[1].told) == ([Drain()], [])
+        lane.tell(resume)
+        assert (rig.workers[0].told, rig.workers[1].told) == ([abort, resume], [])
         assert (lane.rank, lane.ready) == (Rank(), rig.workers[0].ready)
+
+
+async def test_a_rank_whose_node_is_gone_may_live_and_its_tp_0_is_told_what_is_over() -> None:
+    async with rigged(tp=2) as rig:
+        await rig.be_ready()
+        head, far = rig.workers
+        head.answers = None
+        with rig.submit(7) as lost:
+            far.ready = None
+            rig.heard(far, Lost(DIED, final=False, is_dead=False))
+            await settle()
+            assert await end_of(lost) == "peer_lost"
+            assert [m.room for m in head.told if isinstance(m, AbortRoom)] == [7]
+            assert (rig.side.gone, rig.side.dead) == ([far.rank], [])
+        assert rig.state == "loading"
 
 
 async def test_a_worker_that_dies_too_often_ends_the_node_with_its_reason() -> None:
@@ -395,7 +424,7 @@ async def test_a_request_that_nobody_will_prefill_again_goes_on_where_it_is() ->
             assert ResumeLocally(room=7) in worker.told
             worker.is_full = True  # then it must not wait for what never comes
             await rig.tell(Said(worker, wanted))
-            assert rig.parts.dispatcher.load().rooms == 0
+            assert rig.dispatcher.load().rooms == 0
             worker.is_full = False
             await rig.time.run_for(0.1)
             assert type(worker.told[-1]) is AbortRoom
@@ -496,9 +525,9 @@ async def test_a_large_step_is_handed_on_in_slices_with_the_loop_free_between() 
         items = tuple(Output(room=room, tokens=(room,), finish="stop") for room in range(20))
         rig.heard(rig.workers[0], Outputs(items=items))
         still_open = []
-        while rig.parts.dispatcher.load().rooms:
+        while rig.dispatcher.load().rooms:
             await asyncio.sleep(0)
-            still_open.append(rig.parts.dispatcher.load().rooms)
+            still_open.append(rig.dispatcher.load().rooms)
         assert [n for i, n in enumerate(still_open) if n not in still_open[:i]] == [12, 4, 0]
         said = [[output async for output in stream][-1].tokens for stream in streams]
         assert said == [(room,) for room in range(20)]

@@ -141,7 +141,7 @@ class Cluster:
                 ip = cluster.add_node(
                     f"{role}{index}", role, *tables, (per_role or {}).get(role, {})
                 )
-                targets.append(_target(role, ip))
+                targets.append(target(role, ip))
         ip = fresh_ip()
         conf = folder / "router.toml"
         head = f'local_ip = "{ip}"\n' + "\n".join(targets) + "\n"
@@ -309,6 +309,6 @@ class Cluster:
 NULL_ROUTER: Tables = {"timeouts": {"drain_s": 5.0, "request_s": 30.0}}
 
 
-def _target(role: str, ip: str) -> str:
+def target(role: str, ip: str) -> str:
     bootstrap = f'\nbootstrap = "{ip}:18800"' if role == "prefill" else ""
     return f'[[{role}]]\nhttp = "{ip}:{PORTS[role]}"{bootstrap}'
