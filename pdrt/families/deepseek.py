@@ -26,8 +26,11 @@ def deepseek_v3(f: Fields) -> ModelSpec:
     _only(f, "topk_method", "noaux_tc")
     _only(f, "scoring_func", "sigmoid")
     _only(f, "rope_interleave", True)
+    grouped = _grouped(f)
+    if grouped.count < 2 * grouped.groups:
+        raise f.refuse("n_group", "a group needs two experts, whose scores are its own")
     experts = replace(
-        _grouped(f),
+        grouped,
         scoring="sigmoid",
         normed=f.get("norm_topk_prob", True),
         group_score="top2",

@@ -14,7 +14,7 @@ from tests.e2e.cluster import Cluster, Tables
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 BLOCK, CHUNK, TOKENS = 8, 32, 12
 LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, int(2.7 * CHUNK)]
-FAMILIES = ["smollm2", "llama", "llama3_rope", "mistral", "qwen2", "qwen3"]
+FAMILIES = ["smollm2", "llama", "llama3_rope", "mistral", "qwen2", "qwen3", "deepseek_v2_grouped"]
 DEFAULT = "smollm2"  # the one of the default run
 
 
@@ -95,6 +95,7 @@ def layouts() -> list[Any]:
         pytest.param("llama", first),
         *(pytest.param(family, first, marks=slow) for family in (DEFAULT, "qwen2", "qwen3")),
         *(pytest.param("llama", layout, marks=slow) for layout in rest),
+        *(pytest.param("deepseek_v2", layout, marks=slow) for layout in LAYOUTS),  # one latent
     ]
 
 
