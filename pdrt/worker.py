@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -41,6 +41,7 @@ from pdrt.spawn import WorkerSpec, read_spec
 
 _LOG_S: Final = 1.0
 _CONFESS_S: Final = 1.0
+_SCORED_BYTES: Final = messages.MAX_MESSAGE_BYTES // 4  # of prompts' odds in one message
 
 
 class Worker:
@@ -184,8 +185,8 @@ class Worker:
                 case _:
                     assert self._transfers is not None, "a hybrid scheduler transfers nothing"
                     self._transfers.do(effect)
-        if said:
-            self._link.tell(Outputs(items=tuple(said)))
+        for items in in_messages(said):
+            self._link.tell(Outputs(items=items))
 
     # What is told.
 
@@ -225,6 +226,18 @@ class Worker:
             step_ms=self._step_s * 1000,
             draining=own.draining,
         )
+
+
+def in_messages(said: Sequence[Output]) -> Iterator[tuple[Output, ...]]:
+    """All in one, but for prompts' odds, which are large: a message has a limit."""
+    first, size = 0, 0
+    for end, output in enumerate(said):
+        size += len(output.scored)
+        if size > _SCORED_BYTES and end > first:
+            yield tuple(said[first:end])
+            first, size = end, len(output.scored)
+    if said:
+        yield tuple(said[first:])
 
 
 async def serve(spec: WorkerSpec) -> int:

@@ -29,6 +29,7 @@ from pdrt.messages import (
     Drain,
     FromWorker,
     Loading,
+    Output,
     Outputs,
     Rank,
     Ready,
@@ -40,7 +41,7 @@ from pdrt.messages import (
     pack_ids,
 )
 from pdrt.spawn import WorkerSpec
-from pdrt.worker import Worker
+from pdrt.worker import Worker, in_messages
 from tests.fake_time import FakeTime
 
 
@@ -223,6 +224,18 @@ async def test_a_draining_worker_finishes_what_it_has(tmp_path: Path) -> None:
         assert (refused.room, refused.problem.code) == (8, "draining")
         rig.device.may_step.set()
         assert (await rig.outputs())[-1].finish == "length"
+
+
+def test_what_a_step_says_goes_in_one_message_unless_it_is_too_large_for_it() -> None:
+    small = [Output(room=room, tokens=(1,)) for room in range(300)]
+    assert list(in_messages(small)) == [tuple(small)]
+    assert list(in_messages([])) == []
+    large = [Output(room=room, scored=b"12345678" * (1 << 16)) for room in range(64)]
+    parts = list(in_messages([*small, *large]))
+    assert [one for part in parts for one in part] == [*small, *large]
+    frames = [messages.encode(messages.FROM_WORKER, Outputs(items=part)) for part in parts]
+    assert max(map(len, frames)) <= messages.MAX_MESSAGE_BYTES
+    assert len(frames) == 8
 
 
 async def test_what_the_device_raises_ends_the_worker(tmp_path: Path) -> None:

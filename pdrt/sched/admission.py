@@ -52,8 +52,11 @@ def reserve(request: Request, limits: Limits) -> int:
 
 
 def hit(request: Request, pool: BlockPool, limits: Limits) -> tuple[int, ...]:
-    """Blocks that hold its leading tokens. The last token is always computed, to draw from."""
-    if not limits.prefix_cache:
+    """Blocks that hold its leading tokens. The last token is always computed, to draw from.
+
+    A prompt whose tokens are scored is computed from its first one.
+    """
+    if not limits.prefix_cache or request.scoring >= 0:
         return ()
     most = (len(request.tokens) - 1) // limits.block_size
     return pool.cache.find(request.chain.keys(request.tokens, most, limits.block_size))
@@ -111,7 +114,8 @@ def _may_share(request: Request, count: int, limits: Limits, pool: BlockPool) ->
     """Whether so many of its blocks can be found at all: cheap, for those that wait for long."""
     if count <= 0:
         return True
-    if not limits.prefix_cache or count > (len(request.tokens) - 1) // limits.block_size:
+    most = (len(request.tokens) - 1) // limits.block_size
+    if not limits.prefix_cache or request.scoring >= 0 or count > most:
         return False
     keys = request.chain.keys(request.tokens, count, limits.block_size)
     return pool.cache.has(keys[-1])

@@ -117,6 +117,7 @@ def _one(
             finish=finish,
             cached_tokens=cached_tokens,
             tops=pack_tops([e.top]) if r.sampling.top_logprobs else b"",
+            scored=r.pop_odds() if r.scoring >= 0 else b"",
         )
     )
 

@@ -178,14 +178,18 @@ class Book:
         tokens = {one.key: one for one in drawn}
         for step in plan.batch:
             request = self.requests.get(step.key)
-            one = tokens[step.key] if step.draw is not None else None
+            is_told = step.draw is not None or step.scoring is not None
+            one = tokens[step.key] if is_told else None
             if request is None:
                 self.counters["late"] += 1
             elif one is not None and (problem := bad_logits(one)):
                 self.blocks.forget(request.blocks)  # the damage may be in any of them
                 self.move(request, Failed(problem))
             else:
-                yield request, step, one
+                if step.scoring is not None and one is not None:
+                    del request.odds[step.start :]  # what a retracted request had
+                    request.odds += one.scored
+                yield request, step, one if step.draw is not None else None
 
     def _file(self, request: Request) -> None:
         state = request.state

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from pdrt.device.batch import Draw, Drawn, SeqStep
+from pdrt.device.batch import Draw, Drawn, Scoring, SeqStep
 from pdrt.errors import BadLogits
 from pdrt.messages import Problem
 from pdrt.sched.limits import Limits
@@ -95,12 +95,19 @@ def _step(request: Request, count: int) -> SeqStep:
     tokens = request.tokens[start : start + count]
     is_last = start + count == len(request.tokens)
     draw = Draw(request.sampling, request.tokens, request.prompt_tokens) if is_last else None
-    return SeqStep(request.key, tokens, start, request.blocks, draw)
+    scoring = _scoring(request, start, start + count)
+    return SeqStep(request.key, tokens, start, request.blocks, draw, scoring=scoring)
+
+
+def _scoring(request: Request, start: int, end: int) -> Scoring | None:
+    """Row i is asked for token i + 1, as far as the prompt goes."""
+    targets = request.tokens[start + 1 : min(end + 1, request.prompt_tokens)]
+    return Scoring(targets, request.scoring) if request.scoring >= 0 and targets else None
 
 
 def bad_logits(drawn: Drawn) -> Problem | None:
     """What is wrong when the device computed what is no number: damage must not become a token."""
-    if not math.isnan(drawn.logprob):
+    if not any(map(math.isnan, (drawn.logprob, *(odds.logprob for odds in drawn.scored)))):
         return None
     return Problem.of(BadLogits("the device computed what is no number"), "device")
 

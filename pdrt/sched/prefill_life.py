@@ -86,7 +86,8 @@ def _let_go(r: Request) -> tuple[int, ...]:
 
 
 def _delivered(r: Request, _e: Delivered) -> Effects:
-    return [Free(_let_go(r)), Say(Output(room=r.room, attempt=r.attempt, finish="prefilled"))]
+    said = Output(room=r.room, attempt=r.attempt, finish="prefilled", scored=r.pop_odds())
+    return [Free(_let_go(r)), Say(said)]
 
 
 def _broken(r: Request, e: SendBroken) -> Effects:

@@ -8,8 +8,19 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pdrt.device.batch import Odds
 from pdrt.errors import BadMessage, BadRequest
-from pdrt.messages import Finish, Problem, Sampling, Source, Submit, Top, pack_ids, unpack_ids
+from pdrt.messages import (
+    Finish,
+    Problem,
+    Sampling,
+    Source,
+    Submit,
+    Top,
+    pack_ids,
+    pack_odds,
+    unpack_ids,
+)
 from pdrt.sched.prefix import Chain
 
 
@@ -57,6 +68,8 @@ class Request:
     first_block: int = 0  # the receiver (prefill: the other side) holds the blocks before
     sent: int = 0  # prefill: leading blocks that were handed to the transport
     overtaken: int = 0  # how often a later request was admitted before this one
+    scoring: int = -1  # top of each prompt token's odds, still to be told; -1: none
+    odds: list[Odds] = field(default_factory=list)  # of the prompt's tokens, from the second on
     is_trial: bool = False  # it proves that KV arrives: nothing is said before
     is_returning: bool = False  # lost what it held through no fault of its own: first in line
     is_resuming: bool = False  # was retracted: its client has tokens already
@@ -89,6 +102,11 @@ class Request:
         if self.state is State.UNBOUND:
             return min(self.deadline, self.lost_until)
         return self.deadline
+
+    def pop_odds(self) -> bytes:
+        """The prompt's odds, to be told once."""
+        odds, self.odds, self.scoring = self.odds, [], -1
+        return pack_odds([one.logprob for one in odds], [one.top for one in odds])
 
     def packed(self) -> bytes:
         return pack_ids(self.tokens)
@@ -137,6 +155,7 @@ def from_submit(submit: Submit, key: int, eos: Collection[int], now: float) -> R
         stops=frozenset(sampling.stop_token_ids).union(ends),
         deadline=now + submit.time_left,
         source=submit.source,
+        scoring=submit.scoring,
         is_trial=submit.is_trial,
         chain=Chain(submit.salt),
     )
