@@ -97,7 +97,7 @@ class PagedStep:
 
     def __init__(self, wave: Wave, pool: KvPool) -> None:
         self._cells, self._pool = wave.cells, pool
-        self._spans = [part for part in wave.parts if isinstance(part, Span)]
+        self.spans = [part for part in wave.parts if isinstance(part, Span)]
         self._seen = dict[tuple[int, Rule | None, int], Seen]()
         self.layers = 0
 
@@ -109,7 +109,7 @@ class PagedStep:
                 span.attend_on(
                     layer, q[span.first : span.end], self._visible(span, terms), terms, self._pool
                 )
-                for span in self._spans
+                for span in self.spans
             ]
         )
 
