@@ -208,6 +208,18 @@ def test_two_that_compute_the_same_at_once_share_nothing_and_both_are_right() ->
     assert is_baseline(rig.book)
 
 
+def test_what_one_of_a_round_is_granted_never_takes_the_prefix_of_another() -> None:
+    """The first needs more than the four unknown blocks; the longest unused ones are spoken for."""
+    rig = hybrid(replace(LIMITS, reserved_tokens=1, max_prefill_tokens=64), blocks=10)
+    warm(rig, PROMPT, 3)
+    warm(rig, [90 - token for token in PROMPT], 3)
+    rig.submit(submit(1, [5] * 17, max_tokens=1))
+    rig.submit(submit(2, PROMPT[:13], max_tokens=1))
+    finish(rig)
+    assert [o.cached_tokens for o in rig.outputs] == [0, 12]
+    assert rig.said == {1: answer([5] * 17, 1), 2: answer(PROMPT[:13], 1)}
+
+
 def test_without_a_prefix_cache_all_is_computed_again() -> None:
     rig = hybrid(replace(LIMITS, prefix_cache=False))
     for room in (1, 2):
