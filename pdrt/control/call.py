@@ -97,6 +97,7 @@ async def submit_of(leader: Leader, call: Call) -> Submit:
         time_left=max(call.deadline - leader.clock(), 0.0),
         source=source,
         scoring=call.order.scoring,
+        salt=call.order.salt,
         is_trial=call.is_trial,
     )
 
@@ -125,6 +126,7 @@ def submit_again(leader: Leader, body: PrefillAgain) -> Submit:
         prompt_tokens=body.prompt_tokens,
         sampling=body.sampling,
         time_left=body.time_left_s,
+        salt=body.cache_salt,
     )
 
 

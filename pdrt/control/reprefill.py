@@ -143,6 +143,7 @@ class Reprefill:
             "bootstrap_room": wanted.room,
             "attempt": wanted.attempt,
             "request_id": submit.request_id,
+            "cache_salt": submit.salt,
             "input_ids": unpack_ids(wanted.tokens),
             "prompt_tokens": submit.prompt_tokens,
             "sampling": _SAMPLING.dump_python(submit.sampling, mode="json"),

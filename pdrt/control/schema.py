@@ -80,6 +80,7 @@ Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
 Chance = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+Salt = Annotated[str, Field(min_length=1, max_length=512)]
 Host = Annotated[str, Field(min_length=1, max_length=255)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
@@ -113,6 +114,7 @@ class Envelope(Strict):
     model: str | None = None
     stream: bool | None = None
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$")] | None = None
+    cache_salt: Salt | None = None  # prefixes are shared with those alone that have the same
     timeout_s: Seconds | None = None
     bootstrap_room: Room | None = None  # an idempotency key, never the wire identity
     bootstrap_host: Host | None = None  # pins a registered prefill instance
@@ -227,6 +229,7 @@ class PrefillAgain(BaseModel):
     time_left_s: Seconds
     transfer_token: Annotated[str, Field(max_length=256)]
     request_id: Annotated[str, Field(min_length=1, max_length=128)] = "retracted"
+    cache_salt: Annotated[str, Field(max_length=512)] = ""
     disagg_prefill_dp_rank: Annotated[int, Field(ge=-1, lt=1 << 20)] = -1
 
 

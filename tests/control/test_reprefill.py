@@ -54,6 +54,7 @@ class Rig:
             sampling=Sampling(max_tokens=9, seed=5),
             time_left=30.0,
             source=source or self.source,
+            salt="tenant",
         )
         self.reprefill.told(RANK, message)
 
@@ -110,6 +111,7 @@ async def test_the_prefill_leader_is_asked_with_all_it_needs() -> None:
         assert (order.bootstrap_room, order.attempt, order.prompt_tokens) == (7, 1, 3)
         assert (list(order.input_ids), order.request_id) == ([1, 2, 3, 4], "id-1")
         assert order.sampling == Sampling(max_tokens=9, seed=5)
+        assert order.cache_salt == "tenant"
         assert (order.time_left_s, order.disagg_prefill_dp_rank) == (30.0, 3)
         assert KEY.is_room_token(order.transfer_token, 7, 1, WALL + 29)
         assert KEY.is_bearer(leader.headers[0])

@@ -143,6 +143,9 @@ def test_a_bad_or_unsupported_sampling_field_is_named(
         ("timeout_s", 1e9),
         ("request_id", "with space"),
         ("request_id", ""),
+        ("cache_salt", ""),
+        ("cache_salt", "x" * 513),
+        ("cache_salt", "\ud800"),
         ("bootstrap_room", -1),
         ("bootstrap_room", 1 << 63),
         ("bootstrap_host", "only"),
@@ -452,6 +455,15 @@ def test_a_leg_reads_what_the_router_wrote(dialect: Dialect, side: Role) -> None
     assert there.prompt == order.prompt
     assert there.settle(3, 100, 0) == order.settle(3, 100, 42)  # both legs draw alike
     assert there.stream == (side != "prefill")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("side", SIDES)
+def test_all_legs_know_whose_prefixes_may_be_shared(dialect: Dialect, side: Role) -> None:
+    order = parse(dialect, body_of(dialect, cache_salt="tenant"))
+    fields, _ = split_leg(leg_body(side, order, LEG, seed=42))
+    assert parse(dialect, fields).salt == order.salt == "tenant"
+    assert parse(dialect, body_of(dialect)).salt == ""
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
