@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from pdrt.control.http import Json
 from pdrt.control.instances import Instance
 from pdrt.control.legs import (
     ClientLeft,
@@ -19,10 +20,12 @@ from pdrt.control.legs import (
     PrefillDone,
     PrefillFailed,
 )
+from pdrt.control.merge import Merge
 from pdrt.control.upstream import Answer, Upstream
 from pdrt.errors import PdrtError, Unavailable
 
 SHORT_ANSWER: Final = 1 << 20  # an answer that is not streamed is checked whole up to this size
+PREFILL_ANSWER: Final = 1 << 25  # with the odds of a long prompt
 
 
 class ClientGone(Exception):
@@ -39,31 +42,35 @@ class Call:
     headers: Mapping[str, str]
 
 
-async def prefill(leg: int, upstream: Upstream, call: Call, *, is_plain: bool) -> Event:
+async def prefill(
+    leg: int, upstream: Upstream, call: Call, merge: Merge | None, *, is_plain: bool
+) -> Event:
     try:
         async with upstream.post(call.instance, call.path, call.body, call.headers) as answer:
-            failure = await _prefill_failure(answer, is_plain=is_plain)
+            if not answer.is_good:
+                return PrefillFailed(leg, await answer.failure())
+            body = await answer.whole(PREFILL_ANSWER)
     except PdrtError as error:
-        failure = Failure.of(error, elsewhere=True)
-    return PrefillFailed(leg, failure) if failure else PrefillDone(leg)
+        return PrefillFailed(leg, Failure.of(error, elsewhere=True))
+    if is_plain:
+        return PrefillDone(leg)
+    try:
+        return PrefillDone(leg, _told(body, merge))
+    except PdrtError as error:
+        return PrefillFailed(leg, Failure.of(error))
 
 
-async def _prefill_failure(answer: Answer, *, is_plain: bool) -> Failure | None:
-    """None when the prompt is where it belongs."""
-    if not answer.is_good:
-        return await answer.failure()
-    body = await answer.whole(SHORT_ANSWER)
-    if is_plain or _says_prefilled(body):
-        return None
-    return Failure.of(PdrtError(f"prefill answered {body[:200]!r}"))
-
-
-def _says_prefilled(body: bytes) -> bool:
+def _told(body: bytes, merge: Merge | None) -> Json:
+    """What says that the prompt is where it belongs. Raises PdrtError when this does not."""
     try:
         said = json.loads(body)
     except ValueError:
-        return False
-    return isinstance(said, dict) and said.get("status") == "prefilled"
+        said = None
+    if not isinstance(said, dict) or said.get("status") != "prefilled":
+        raise PdrtError(f"prefill answered {body[:200]!r}")
+    if merge is not None:
+        merge.check(said)
+    return said
 
 
 async def decode(

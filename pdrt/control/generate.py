@@ -23,10 +23,10 @@ class GenerateVoice:
 
     def opening(self, answer: Answer) -> Sequence[Json]:
         """The prompt's odds come in a chunk of their own."""
-        if answer.prompt is None:
-            return ()
-        told = self.prompt(answer.prompt)
-        return ({**self._head(), "output": "", "output_ids": [], "finish_reason": None, **told},)
+        return () if answer.prompt is None else (self.first(self.prompt(answer.prompt)),)
+
+    def first(self, prompt: Json) -> Json:
+        return {**self._head(), "output": "", "output_ids": [], "finish_reason": None, **prompt}
 
     def prompt(self, part: PromptPart) -> Json:
         return {"prompt_logprobs": for_generate(part.odds, self.bytes_of)}

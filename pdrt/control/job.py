@@ -8,6 +8,7 @@ from typing import Protocol
 
 from pdrt.config import Role
 from pdrt.control.http import Json
+from pdrt.control.merge import Merge
 from pdrt.control.order import Chat, Order, Pin, leg_body
 from pdrt.control.policy import weight_of
 from pdrt.control.schema import Leg
@@ -31,6 +32,10 @@ class Job(Protocol):
 
     def body(self, side: Role, leg: Leg) -> bytes:
         """What one leader is sent."""
+        ...
+
+    def merge(self, request_id: str, created: int) -> Merge | None:
+        """What is to be done where an answer has a part that prefill tells."""
         ...
 
 
@@ -57,6 +62,9 @@ class OrderJob:
 
     def body(self, side: Role, leg: Leg) -> bytes:
         return _dumped(leg_body(side, self.order, leg, self.seed))
+
+    def merge(self, request_id: str, created: int) -> Merge | None:
+        return Merge(self.order, request_id, created) if self.order.is_prompt_told else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,10 @@ class PlainJob:
         if side == "prefill":
             fields = {k: v for k, v in fields.items() if k not in ("stream", "stream_options")}
         return _dumped(fields)
+
+    def merge(self, request_id: str, created: int) -> Merge | None:
+        """Plain backends see to it themselves."""
+        return None
 
 
 def _dumped(fields: Json) -> bytes:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, TypeAlias, get_args
 
+from pdrt.control.http import Json
 from pdrt.errors import PdrtError
 from pdrt.machine import Edge, Table
 
@@ -23,7 +24,7 @@ class State(StrEnum):
     OPEN = "open"  # both legs are open; the client has heard nothing
     JOINING = "joining"  # decode keeps its reservation; a new prefill leg is being joined to it
     AWAITING = "awaiting"  # the prompt is where it belongs; decode's answer is awaited
-    HELD = "held"  # plain backends: decode has answered, prefill's outcome is still unknown
+    HELD = "held"  # decode has answered; prefill's outcome, which is needed too, is still unknown
     STREAMING = "streaming"  # decode's answer is being passed on
     SERVED = "served"
     FAILED = "failed"
@@ -54,7 +55,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
+    """`told` is what it answered."""
+
     leg: int
+    told: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,8 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredEarly:
-    """A plain decode backend's answer is here, which proves nothing about prefill."""
+    """Decode's answer is here, and prefill's is needed too: it has a part of what the client asked
+    for, or, with plain backends, nothing else proves that the prompt has arrived."""
 
     leg: int
 
@@ -335,7 +340,7 @@ ROUTE: Table[State, Route, Effect] = Table(
     ignored={
         **{(_S.AWAITING, e): "the prompt has arrived already" for e in get_args(OfPrefill)},
         **{(_S.STREAMING, e): _PROVEN for e in get_args(OfPrefill)},
-        **{(_S.HELD, e): "plain backends know no rebind" for e in (Joined, JoinedLate)},
+        **{(_S.HELD, e): "decode has answered, whoever prefilled" for e in (Joined, JoinedLate)},
         **{(s, e): "the client has its outcome" for s in OVER for e in EVENTS},
     },
 )

@@ -25,22 +25,25 @@ class OpenAIVoice:
 
     def opening(self, answer: Answer) -> Sequence[Json]:
         """What is said of each choice when the first output is here, before it."""
+        n = len(answer.choices)
         if self.is_chat:
-            what: Json = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-        elif answer.prompt is not None:
-            what = self.prompt(answer.prompt)
-        else:
+            role: Json = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            return [self._chunk([_choice(index, None, **role)], None) for index in range(n)]
+        if answer.prompt is None:
             return ()
-        usage = _usage(answer) if self.with_usage_always and not self.is_chat else None
-        every = range(len(answer.choices))
-        return [self._chunk([_choice(index, None, **what)], usage) for index in every]
+        return self.first(self.prompt(answer.prompt), n, answer.usage())
+
+    def first(self, prompt: Json, n: int, usage: Json) -> Sequence[Json]:
+        """A chunk for each choice with what it begins with."""
+        told = _usage(usage) if self.with_usage_always else None
+        return [self._chunk([_choice(index, None, **prompt)], told) for index in range(n)]
 
     def prompt(self, part: PromptPart) -> Json:
         """What each choice begins with."""
         return {"text": part.text, "logprobs": self._odds(part.odds)}
 
     def chunks(self, delta: Delta, answer: Answer) -> Sequence[Json]:
-        usage = _usage(answer) if self.with_usage_always else None
+        usage = _usage(answer.usage()) if self.with_usage_always else None
         said: list[Json] = []
         if delta.text or delta.finish or delta.odds:
             content = {"content": delta.text} if delta.text else {}
@@ -49,7 +52,7 @@ class OpenAIVoice:
             said.append(self._chunk([_choice(delta.index, delta.finish, **what)], usage))
         is_last = delta.finish and answer.is_over
         if is_last and (self.with_usage or self.with_usage_always):
-            said.append(self._chunk([], _usage(answer)))
+            said.append(self._chunk([], _usage(answer.usage())))
         return said
 
     def whole(self, answer: Answer) -> Json:
@@ -60,7 +63,7 @@ class OpenAIVoice:
         return {
             **self._head("chat.completion" if self.is_chat else "text_completion"),
             "choices": choices,
-            "usage": _usage(answer),
+            "usage": _usage(answer.usage()),
         }
 
     def _whole(self, choice: Choice, prompt: PromptPart | None) -> Json:
@@ -97,13 +100,13 @@ def _choice(index: int, finish: str | None, **what: object) -> Json:
     return {"index": index, **what, "finish_reason": finish}
 
 
-def _usage(answer: Answer) -> Json:
-    counts = answer.usage()
-    cached = counts.pop("cached_tokens")
+def _usage(counts: Json) -> Json:
+    prompt, completion = counts["prompt_tokens"], counts["completion_tokens"]
     return {
-        **counts,
-        "total_tokens": counts["prompt_tokens"] + counts["completion_tokens"],
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": counts["cached_tokens"]},
     }
 
 

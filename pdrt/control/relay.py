@@ -19,7 +19,7 @@ from pdrt.config import Role
 from pdrt.control import exchange as exchanges
 from pdrt.control.exchange import SHORT_ANSWER, Call, ClientGone
 from pdrt.control.fleet import Choice, Fleet
-from pdrt.control.http import PATH_HEADER
+from pdrt.control.http import PATH_HEADER, Json
 from pdrt.control.instances import Hold, Instance
 from pdrt.control.job import Job
 from pdrt.control.legs import (
@@ -36,17 +36,21 @@ from pdrt.control.legs import (
     Failure,
     FinishAnswer,
     InstanceReplaced,
+    JoinedLate,
     OpenDecode,
     OpenPrefill,
     PairReplaced,
+    PrefillDone,
     PrefillFailed,
     PrefillReplaced,
     Rebind,
     Refuse,
     StartAnswer,
+    State,
     begin,
     feed,
 )
+from pdrt.control.merge import MERGED_ANSWER, Merge, read_answer
 from pdrt.control.schema import Leg
 from pdrt.control.upstream import Answer, Upstream
 from pdrt.errors import DeadlinePassed, PdrtError, PeerLost, TransferFailed, Unavailable
@@ -133,6 +137,9 @@ class Relay:
         self.status = 0  # what the client was answered; 0 = nothing
         self.failure: Failure | None = None
         self._tools, self._client = tools, client
+        created = int(tools.clocks.wall())
+        self._merge = ticket.job.merge(ticket.request_id, created) if choice.prefill else None
+        self._told: Json = {}  # what prefill answered
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()  # a few events a leg
         self._prefill_tasks: list[asyncio.Task[None]] = []
         self._decode_tasks: list[asyncio.Task[None]] = []
@@ -183,6 +190,11 @@ class Relay:
 
     def _considered(self, event: Event) -> Event:
         """A failure, or its replacement when another instance can take over."""
+        if isinstance(event, PrefillDone) and self.route.is_current(event):
+            self._told = event.told
+        if isinstance(event, JoinedLate) and self._merge and self.route.is_current(event):
+            lost = TransferFailed("what prefill tells of the prompt was lost with it")
+            event = PrefillFailed(event.leg, Failure.of(lost))
         if not isinstance(event, PrefillFailed | DecodeFailed):
             return event
         if not (self.ticket.may_retry and self.route.may_replace(event)):
@@ -206,7 +218,8 @@ class Relay:
         """Raises Unavailable when there is nobody else."""
         fleet, pinned = self._tools.fleet, self.ticket.pinned
         self._tried.add(self._culprit(event))
-        if isinstance(event, PrefillFailed) and not self._tools.is_plain:
+        is_kept = self.route.state is not State.HELD  # then decode needs no prefill any more
+        if isinstance(event, PrefillFailed) and not self._tools.is_plain and is_kept:
             if pinned is not None:
                 raise Unavailable("the client wants this prefill instance")
             self.choice = fleet.pick_prefill(self.choice.decode, self._tried)
@@ -257,7 +270,9 @@ class Relay:
         assert prefill is not None, "a prefill leg needs a prefill instance"
         tools, call = self._tools, self._call(prefill, "prefill")
         hold = self._hold(prefill, self.ticket.job.prompt_weight, self.choice.dp_rank, failed)
-        exchange = partial(exchanges.prefill, leg, tools.upstream, call, is_plain=tools.is_plain)
+        exchange = partial(
+            exchanges.prefill, leg, tools.upstream, call, self._merge, is_plain=tools.is_plain
+        )
         task = self._tasks.create_task(self._say(exchange, failed))
         task.add_done_callback(lambda _task: hold.release())
         self._prefill_tasks.append(task)
@@ -305,19 +320,43 @@ class Relay:
 
     async def _pass_on(self, leg: int, answer: Answer) -> None:
         """Byte for byte, from when the table allows it; at the reader's pace."""
+        if self._merge is not None and not self.ticket.job.stream:
+            await self._pass_on_merged(leg, answer, self._merge)
+            return
         go = self._go
         is_short = not self.ticket.job.stream and (answer.length or 0) <= SHORT_ANSWER
         chunk = await (answer.whole(SHORT_ANSWER) if is_short else answer.chunk())
         if not chunk:
             raise PeerLost(f"{self.choice.decode.name} ended its answer before it began")
-        early = self._tools.is_plain and self.choice.prefill is not None
+        needs_prefill = self._tools.is_plain or self._merge is not None
+        early = needs_prefill and self.choice.prefill is not None
         self._inbox.put_nowait(AnsweredEarly(leg) if early else Answered(leg))
         await go.wait()
         self.status = answer.status
         await self._client.start(answer.status, self._headers(answer))
+        if self._merge is not None:
+            await self._client.write(self._merge.opening(self._told, self._shown_room))
         while chunk:
             await self._client.write(chunk)
             chunk = await answer.chunk()
+
+    async def _pass_on_merged(self, leg: int, answer: Answer, merge: Merge) -> None:
+        """A whole answer, with prefill's part in it."""
+        go = self._go
+        said = read_answer(await answer.whole(MERGED_ANSWER))
+        self._inbox.put_nowait(AnsweredEarly(leg))
+        await go.wait()
+        body = merge.whole(self._told, said)
+        self.status = answer.status
+        headers = {**self._headers(answer), "content-length": str(len(body))}
+        await self._client.start(answer.status, headers)
+        await self._client.write(body)
+
+    @property
+    def _shown_room(self) -> int:
+        """What the client reads: its own key when it gave one."""
+        own = self.ticket.client_room
+        return self.route.room if own is None else own
 
     def _ask_again_until(self, until: float) -> Callable[[], Awaitable[bool]]:
         async def ask_again() -> bool:
@@ -353,6 +392,7 @@ class Relay:
             bootstrap_host=host,
             bootstrap_port=port,
             disagg_prefill_dp_rank=self.choice.dp_rank if self.choice.prefill else -1,
+            created=self._merge.created if self._merge else None,
         )
 
     def _headers(self, answer: Answer) -> dict[str, str]:

@@ -49,7 +49,9 @@ class WholeReply:
         """Nothing is said before the end."""
 
     async def end(self, answer: Answer) -> web.StreamResponse:
-        return web.Response(body=_json(self._voice.whole(answer)), content_type="application/json")
+        return web.Response(
+            body=json_of(self._voice.whole(answer)), content_type="application/json"
+        )
 
     async def fail(self, error: PdrtError) -> web.StreamResponse:
         raise error
@@ -68,7 +70,7 @@ class StreamReply:
             response = await self._begin()
             chunks = [*self._voice.opening(answer), *chunks]
         if chunks:
-            await self._write(response, b"".join(_event(chunk) for chunk in chunks))
+            await self._write(response, b"".join(event_of(chunk) for chunk in chunks))
 
     async def end(self, answer: Answer) -> web.StreamResponse:
         assert self._response is not None, "an answer has a last delta"
@@ -101,9 +103,9 @@ class StreamReply:
         return response
 
 
-def _json(body: Mapping[str, object]) -> bytes:
+def json_of(body: Mapping[str, object]) -> bytes:
     return _encode(body).encode()
 
 
-def _event(chunk: Json) -> bytes:
-    return b"data: " + _json(chunk) + b"\n\n"
+def event_of(chunk: Json) -> bytes:
+    return b"data: " + json_of(chunk) + b"\n\n"

@@ -119,7 +119,9 @@ class Serving:
                 "cached_tokens": output.cached_tokens,
             },
         }
-        return web.json_response(done | ({"prompt": told} if told else {}))
+        if told:
+            done |= {"prompt": told, "model": leader.model}
+        return web.json_response(done)
 
     async def _answer(self, call: Call, reply: Reply, outcome: Outcome) -> web.StreamResponse:
         leader = self._leader

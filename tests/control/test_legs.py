@@ -60,7 +60,7 @@ IMPOSSIBLE = {
     (State.HELD, AnsweredEarly): "decode answers once",
     (State.STREAMING, Answered): "decode answers once",
     (State.STREAMING, AnsweredEarly): "decode answers once",
-    (State.HELD, PrefillReplaced): "plain backends know no rebind",
+    (State.HELD, PrefillReplaced): "decode has answered: nobody joins it",
     (State.OPEN, InstanceReplaced): "a pair is replaced by a pair",
     (State.JOINING, InstanceReplaced): "a pair is replaced by a pair",
     (State.HELD, InstanceReplaced): "a pair is replaced by a pair",
