@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdrt.errors import ConfigError
-from pdrt.modelspec import NULL_SPEC, ModelSpec, Rope
+from pdrt.modelspec import NULL_SPEC, Experts, ModelSpec, Rope
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -26,6 +26,13 @@ LLAMA: dict[str, object] = {
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+}
 
 
 def directory(where: Path, changes: dict[str, object], **files: object) -> Path:
@@ -139,6 +146,84 @@ def test_what_would_be_computed_wrongly_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         ModelSpec.read(directory(tmp_path, changes), backend="native")
+
+
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        (
+            MIXTRAL,
+            Experts(count=4, per_token=2, intermediate=128, layers=frozenset({0, 1}), normed=True),
+        ),
+        (
+            QWEN3_MOE,
+            Experts(count=16, per_token=4, intermediate=32, layers=frozenset({0, 1})),
+        ),
+        (
+            QWEN3_MOE
+            | {
+                "num_experts": None,
+                "num_local_experts": 8,  # as transformers 5 writes it
+                "num_hidden_layers": 6,
+                "decoder_sparse_step": 2,
+                "mlp_only_layers": [3, 4],
+                "norm_topk_prob": True,
+            },
+            Experts(count=8, per_token=4, intermediate=32, layers=frozenset({1, 5}), normed=True),
+        ),
+        (QWEN3_MOE | {"mlp_only_layers": [0, 1]}, None),
+        (QWEN3, None),
+    ],
+)
+def test_which_layers_have_which_experts(
+    tmp_path: Path, changes: dict[str, object], want: Experts | None
+) -> None:
+    assert ModelSpec.read(directory(tmp_path, changes)).experts == want
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (MIXTRAL | {"num_experts_per_tok": 5}, "num_experts_per_tok = 5: must be at most 4"),
+        (MIXTRAL | {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (MIXTRAL | {"sliding_window": 1024}, "max_model_len to at most 1024"),
+        (MIXTRAL | {"quantization_config": {"bits": 4}}, "quantised weights"),
+        (QWEN3_MOE | {"num_experts": None}, "num_experts = None: must be a positive integer"),
+        (QWEN3_MOE | {"moe_intermediate_size": 0}, "moe_intermediate_size = 0"),
+        (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers = 3: must be a list of integers"),
+        (QWEN3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
+        (QWEN3_MOE | {"sliding_window": 16, "use_sliding_window": True}, "at most 16"),
+    ],
+)
+def test_experts_that_would_be_computed_wrongly_are_refused(
+    tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ModelSpec.read(directory(tmp_path, changes), backend="native")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (QWEN3_MOE | {"moe_intermediate_size": 33}, "the model's expert intermediate size 33"),
+        (
+            QWEN3_MOE | {"intermediate_size": 33, "mlp_only_layers": [0]},
+            "the model's intermediate size 33",
+        ),
+        (MIXTRAL | {"intermediate_size": 33}, "the model's expert intermediate size 33"),
+    ],
+)
+def test_ranks_share_the_columns_of_each_expert_evenly(
+    tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
+    spec = ModelSpec.read(directory(tmp_path, changes))
+    with pytest.raises(ConfigError, match=f"tp = 2: must divide {says}.*; possible: 1"):
+        spec.check_tp(2)
+
+
+def test_a_dense_width_that_no_layer_has_need_not_be_shared(tmp_path: Path) -> None:
+    changes = QWEN3_MOE | {"intermediate_size": 33}
+    ModelSpec.read(directory(tmp_path, changes)).check_tp(2)
 
 
 def test_the_generation_config_says_what_ends_an_answer(tmp_path: Path) -> None:

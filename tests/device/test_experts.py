@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from pdrt.device.linear import Linear
 from pdrt.device.models.blocks import FeedForward, Mlp, Reader
@@ -85,6 +86,35 @@ def test_an_expert_that_no_token_chose_is_not_touched() -> None:
     block.gate_up[idle] = torch.nan
     block.down[idle] = torch.nan
     assert torch.equal(block(x), want)
+
+
+class Counted(TorchFunctionMode):
+    """How often an activation was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activations = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> Any:
+        self.activations += func is F.silu
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_are_one_for_each_expert_that_has_tokens() -> None:
+    """However many tokens there are."""
+    block = moe(replace(HOW, count=40))
+    for rows in (1, 3, 200):
+        x = torch.randn(rows, HIDDEN)
+        used = block.router(x)[0].unique()
+        with Counted() as counted:
+            block(x)
+        assert counted.activations == len(used)
 
 
 def test_the_shared_expert_is_added_to_what_the_routed_ones_say() -> None:
