@@ -65,6 +65,8 @@ class FarRank:
 
     @property
     def state(self) -> str:
+        if self.node.is_leaving and not self.node.absence:
+            return "leaving"
         return self.node.absence or self.told_state or "starting"
 
     @property
