@@ -62,7 +62,11 @@ def submit(
         tokens=pack_ids([*prompt, *said]),
         prompt_tokens=len(prompt),
         sampling=Sampling(
-            max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop, top_logprobs=top
+            max_tokens=max_tokens,
+            temperature=0,
+            ignore_eos=ignore_eos,
+            stop_token_ids=stop,
+            top_logprobs=top,
         ),
         time_left=time_left,
         source=source,

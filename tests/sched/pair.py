@@ -52,7 +52,7 @@ class Pair:
         decode_blocks: int,
         slots: int = 64,
         refuses: Callable[[AskPrefill], bool] = lambda _ask: False,
-        device: type[FakeDevice] = FakeDevice,
+        device: Callable[[int, int], FakeDevice] = FakeDevice,
         lag: int = 0,
         breaks: Callable[[Key], bool] = lambda _key: False,
     ) -> None:

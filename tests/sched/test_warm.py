@@ -23,7 +23,7 @@ from pdrt.sched.prefill import PrefillDisaggScheduler
 from pdrt.sched.prefix import Chain
 from pdrt.sched.request import from_submit
 from tests.sched.fakes import EOS, FakeDevice, Rig, answer, check_books, is_baseline, submit
-from tests.sched.null_device import NullDevice, null_answer
+from tests.sched.devices import null_answer, null_device
 from tests.sched.pair import Pair
 
 B = 4
@@ -356,7 +356,7 @@ def test_conversations_in_a_tiny_pool_are_answered_as_if_alone(
     limits = replace(LIMITS, reserved_tokens=1)
     if retraction == "local":
         limits = replace(limits, retraction="local")
-    pair = Pair(limits, prefill_blocks=20, decode_blocks=18, slots=4, device=NullDevice)
+    pair = Pair(limits, prefill_blocks=20, decode_blocks=18, slots=4, device=null_device)
     for at in range(0, len(whole), together):
         for room, prompt, count, _ in whole[at : at + together]:
             pair.submit(room, prompt, count, "a" * (salted and room % 2))
