@@ -43,6 +43,7 @@ def _yarn(**fields: float) -> dict[str, Any]:
 
 _MLA: Final[dict[str, Any]] = _SHAPE | {
     "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-2,  # which the norms between down and up do not have
     "kv_lora_rank": 32,
     "q_lora_rank": None,
     "qk_nope_head_dim": 24,
