@@ -12,7 +12,9 @@ import zmq
 import zmq.asyncio
 
 from pdrt import messages
+from pdrt.curve import CurveContext
 from pdrt.errors import Overloaded, PeerLost
+from pdrt.keys import ClusterKey
 from pdrt.link import Link
 from pdrt.messages import Drain, FromWorker, Loading, Stop, ToWorker
 
@@ -128,3 +130,110 @@ async def test_an_endpoint_that_cannot_be_bound_is_named(tmp_path: Path) -> None
         with pytest.raises(OSError, match="nowhere/pair"):
             alone.bind(f"ipc://{tmp_path}/nowhere/pair")
         alone.close()
+
+
+# Between nodes.
+
+KEY = ClusterKey(b"the key of a test cluster")
+
+
+class Net:
+    """A node that listens, with its guard at the door."""
+
+    def __init__(self) -> None:
+        self.net = CurveContext(KEY, "127.0.0.1")
+        self.guard = asyncio.create_task(self.net.guard())
+        self.link: Link[FromWorker, ToWorker] = Link(
+            self.net.context, messages.FROM_WORKER, messages.TO_WORKER
+        )
+        self.endpoint = self.link.serve(self.net)
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[Net]:
+    node = Net()
+    yield node
+    node.guard.cancel()
+    await asyncio.gather(node.guard, return_exceptions=True)
+    node.link.close()
+    node.net.close()
+
+
+@asynccontextmanager
+async def calling(
+    endpoint: str, key: ClusterKey = KEY
+) -> AsyncIterator[Link[ToWorker, FromWorker]]:
+    net = CurveContext(key, "127.0.0.2")
+    link: Link[ToWorker, FromWorker] = Link(net.context, messages.TO_WORKER, messages.FROM_WORKER)
+    link.dial(net, endpoint)
+    yield link
+    link.close()
+    net.close()
+
+
+async def test_two_nodes_talk_over_tcp_and_each_sees_the_other_come_and_go() -> None:
+    async with listening() as node:
+        async with calling(node.endpoint) as far:
+            await asyncio.gather(node.link.met(), far.met())
+            await far.on(loading(1))
+            await node.link.on(Stop())
+            assert await anext(node.link.listen()) == loading(1)
+            assert await anext(far.listen()) == Stop()
+        async with asyncio.timeout(5):
+            await node.link.hung_up()
+
+
+async def test_who_has_another_key_or_none_is_not_met() -> None:
+    """And does not keep the one that has it from coming."""
+    async with listening() as node:
+        plain = zmq.asyncio.Context()
+        stranger = plain.socket(zmq.PAIR)
+        stranger.linger = 0
+        stranger.connect(node.endpoint)
+        await stranger.send(messages.encode(messages.FROM_WORKER, loading(7)))
+        async with calling(node.endpoint, ClusterKey(b"another cluster's key")) as false:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await false.met()
+            async with calling(node.endpoint) as far:
+                await far.on(loading(1))
+                assert await anext(node.link.listen()) == loading(1)
+        stranger.close()
+        plain.term()
+
+
+async def test_a_connection_that_is_over_is_not_made_again_behind_our_back() -> None:
+    """What was said between would be lost without a word."""
+    async with listening() as node:
+        far_net = CurveContext(KEY, "127.0.0.2")
+        near = node.net.context.socket(zmq.PAIR)
+        endpoint = node.net.serve(near)
+        far: Link[ToWorker, FromWorker] = Link(
+            far_net.context, messages.TO_WORKER, messages.FROM_WORKER
+        )
+        far.dial(far_net, endpoint)
+        await far.met()
+        near.close(linger=0)
+        async with asyncio.timeout(5):
+            await far.hung_up()
+        host, port = endpoint.removeprefix("tcp://").split(":")
+        called = asyncio.Event()
+        server = await asyncio.start_server(
+            lambda _r, w: (called.set(), w.close()), host, int(port)
+        )
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.4):
+                await called.wait()
+        server.close()
+        await server.wait_closed()
+        far.close()
+        far_net.close()
+
+
+async def test_an_address_that_is_not_ours_is_named() -> None:
+    net = CurveContext(KEY, "192.0.2.1")
+    link: Link[FromWorker, ToWorker] = Link(net.context, messages.FROM_WORKER, messages.TO_WORKER)
+    with pytest.raises(OSError, match=r"tcp://192\.0\.2\.1"):
+        link.serve(net)
+    link.close()
+    net.close()

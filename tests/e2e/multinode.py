@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,3 +64,11 @@ def make(
         "router", ["router", "--conf", str(conf)], folder / "router.log", f"http://{ip}:8000"
     )
     return cluster
+
+
+def strike(cluster: Cluster, name: str, how: signal.Signals, pids: list[int]) -> float:
+    """A node, with those of its workers; when that was."""
+    cluster.nodes[name].kill(how)
+    for pid in pids:
+        os.kill(pid, how)
+    return time.monotonic()

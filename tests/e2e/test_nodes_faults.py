@@ -1,4 +1,4 @@
-"""A node of an instance dies, freezes, leaves or comes again: typed errors soon, and no loss left."""
+"""A node of an instance dies, freezes, leaves or comes again: typed errors soon, nothing is left."""
 
 from __future__ import annotations
 
@@ -87,14 +87,6 @@ async def says(cluster: Cluster, name: str, what: str) -> bool:
     return status == 503 and what in body["reason"]
 
 
-def strike(cluster: Cluster, name: str, how: signal.Signals, pids: list[int]) -> float:
-    """A node with its workers; when that was."""
-    cluster.nodes[name].kill(how)
-    for pid in pids:
-        os.kill(pid, how)
-    return time.monotonic()
-
-
 async def test_a_far_worker_that_dies_costs_its_group_once(cluster: Cluster) -> None:
     """CASES 33: on another node too."""
     pending = await in_flight(cluster)
@@ -108,7 +100,7 @@ async def test_a_far_worker_that_dies_costs_its_group_once(cluster: Cluster) -> 
 async def test_a_far_node_that_dies_is_named_and_comes_back(cluster: Cluster) -> None:
     pending = await in_flight(cluster)
     far = cluster.nodes["node1"]
-    struck = strike(cluster, "node1", signal.SIGKILL, [])
+    struck = multinode.strike(cluster, "node1", signal.SIGKILL, [])
     await check_typed(pending, struck, BOUND_S)
     reason = "worker 0,0,1 of node 1 (127."
     await cluster.until(lambda: says(cluster, "node0", reason), "the leader names it")
@@ -123,16 +115,16 @@ async def test_a_far_node_that_dies_is_named_and_comes_back(cluster: Cluster) ->
 async def test_a_far_node_that_freezes_is_found_out_and_thaws(cluster: Cluster) -> None:
     pending = await in_flight(cluster)
     pids = [await cluster.worker_pid("node1")]
-    struck = strike(cluster, "node1", signal.SIGSTOP, pids)
+    struck = multinode.strike(cluster, "node1", signal.SIGSTOP, pids)
     await check_typed(pending, struck, BOUND_S + FROZEN_S)
-    strike(cluster, "node1", signal.SIGCONT, pids)
+    multinode.strike(cluster, "node1", signal.SIGCONT, pids)
     await check_whole(cluster)
 
 
 @pytest.mark.slow
 async def test_a_leader_that_dies_and_comes_again_finds_its_node(cluster: Cluster) -> None:
     pending = await in_flight(cluster)
-    strike(cluster, "node0", signal.SIGKILL, [])
+    multinode.strike(cluster, "node0", signal.SIGKILL, [])
     await asyncio.gather(*pending, return_exceptions=True)
     await cluster.until(lambda: says(cluster, "node1", "leader"), "the node misses it")
     cluster.nodes["node0"].ended()
