@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from pdrt import config, demo
 from pdrt.control.answer import Answer, Choice, Delta, Times
 from pdrt.control.detokenize import Pieces, StopScanner, WindowPieces
 from pdrt.control.order import Chat
@@ -95,6 +96,32 @@ def test_tokens_without_text_cost_nothing_however_many_come() -> None:
     assert word is not None
     assert said(pieces, [word, *[2] * 100, word]) == "hello hello"
     assert max(seen) <= 2
+
+
+@pytest.mark.slow
+def test_a_real_models_text_comes_out_as_its_tokenizer_has_it_however_it_is_cut() -> None:
+    """CASES 94."""
+    path = demo.directory(config.cache_dir())
+    if not path.exists():
+        pytest.skip("the demo model is not prepared")
+    text, tokenizer = open_text(str(path)), Tokenizer.from_file(str(path / "tokenizer.json"))
+
+    @given(st.text(max_size=30), st.lists(st.integers(0, tokenizer.get_vocab_size() - 1)))
+    def check(written: str, ids: list[int]) -> None:
+        for tokens in (text.encode(written), ids):
+            answer = Answer(1, [Choice(text.pieces(), StopScanner(["\u4e00"]))], Times(0.0))
+            last = Output(room=1, finish="length")
+            deltas = [
+                answer.take(Output(room=1, tokens=(token,)), 1.0)
+                for token in tokens
+                if not answer.is_over
+            ]
+            if not answer.is_over:
+                deltas.append(answer.take(last, 1.0))
+            whole = tokenizer.decode(tokens)
+            assert "".join(delta.text for delta in deltas) == whole.split("\u4e00")[0]
+
+    check()
 
 
 # Stop strings.

@@ -1,4 +1,4 @@
-"""Log-probabilities are those of the model's own distribution, for what was drawn and what was not.
+"""Log-probabilities are those of the model's own distribution, of what was drawn and what was not.
 
 The oracle is transformers' forward and log_softmax on the same weights.
 """
@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from pdrt import config, demo
 from pdrt.device import odds, sampler, torchrunner
-from pdrt.device.batch import Draw, Drawn, Scoring, SeqStep
+from pdrt.device.batch import Draw, Drawn, Odds, Scoring, SeqStep
 from pdrt.device.shard import Shard
 from pdrt.device.torchrunner import TorchRunner
 from pdrt.messages import Sampling
@@ -176,3 +178,30 @@ def test_odds_of_broken_logits_are_no_numbers() -> None:
     good, bad = odds.odds(logits, [1, 1], [2, 2])
     assert good.logprob == pytest.approx(-math.log(5))
     assert math.isnan(bad.logprob)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_demo_models_odds_are_those_of_transformers() -> None:
+    """CASES 89: prompt and answer within 1e-3, in float32."""
+    path = demo.directory(config.cache_dir())
+    if not path.exists():
+        pytest.skip("the demo model is not prepared")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    one, tokens, top = Loop(load(path)), [504, 3575, 282, 4649, 314, 2068, 5, 300, 28], 3
+    sequence = one.sequence(tokens, 6, Sampling(temperature=0.0, top_logprobs=top))
+    found = scored_chunks(one, sequence, 4, top)
+    said = [each for drawn in found for each in drawn.scored]
+    last = found[-1]
+    while True:
+        said.append(Odds(last.logprob, last.top))
+        sequence.history.append(last.token)
+        if len(sequence.output) == 6:
+            break
+        (last,) = one.runner.execute([sequence.step(1)])
+        sequence.computed += 1
+    want = reference_odds(model, sequence.history)
+    for row, (each, target) in enumerate(zip(said, sequence.history[1:], strict=True)):
+        assert each.logprob == pytest.approx(float(want[row, target]), abs=CLOSE)
+        values = want[row].topk(top).values.tolist()
+        assert [value for _, value in each.top] == pytest.approx(values, abs=CLOSE)
