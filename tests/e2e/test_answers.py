@@ -106,8 +106,8 @@ async def test_a_stream_says_what_the_whole_answer_says(cluster: Cluster) -> Non
     assert cluster.http is not None
     prompt = "Grüße, 世界 🙂"
     sampling = {"temperature": 0, "ignore_eos": True, "max_tokens": 64}
-    whole = (await cluster.generate(prompt, sampling=sampling)).body
-    body = {"prompt": prompt, "sampling_params": sampling, "stream": True}
+    whole = (await cluster.generate(prompt, sampling=sampling, cache_salt="whole")).body
+    body = {"prompt": prompt, "sampling_params": sampling, "stream": True, "cache_salt": "streamed"}
     async with cluster.http.post(f"{cluster.url}/generate", json=body) as response:
         assert response.headers["x-pd-path"] == "disagg"
         lines = (await response.read()).decode().split("\n\n")

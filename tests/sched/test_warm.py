@@ -22,8 +22,8 @@ from pdrt.sched.limits import Limits
 from pdrt.sched.prefill import PrefillDisaggScheduler
 from pdrt.sched.prefix import Chain
 from pdrt.sched.request import from_submit
-from tests.sched.fakes import EOS, FakeDevice, Rig, answer, check_books, is_baseline, submit
 from tests.sched.devices import null_answer, null_device
+from tests.sched.fakes import EOS, FakeDevice, Rig, answer, check_books, is_baseline, submit
 from tests.sched.pair import Pair
 
 B = 4
