@@ -33,18 +33,22 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def mlp() -> Mlp:
+    return Mlp(Linear(torch.randn(2 * WIDE, HIDDEN)), Linear(torch.randn(HIDDEN, WIDE)))
+
+
 def moe(how: Experts, seed: int = 0, bias: Tensor | None = None) -> Moe:
     torch.manual_seed(seed)
     return Moe(
         Router(how, torch.randn(how.count, HIDDEN), bias),
-        torch.randn(how.count, 2 * WIDE, HIDDEN),
-        torch.randn(how.count, HIDDEN, WIDE),
+        tuple(mlp() for _ in range(how.count)),
     )
 
 
 def expert(block: Moe, number: int, x: Tensor) -> Tensor:
-    gate, up = (block.gate_up[number] @ x).chunk(2)
-    return block.down[number] @ (F.silu(gate) * up)
+    own = block.experts[number]
+    gate, up = (own.gate_up.weight @ x).chunk(2)
+    return own.down.weight @ (F.silu(gate) * up)
 
 
 def by_definition(block: Moe, x: Tensor) -> Tensor:
@@ -83,8 +87,8 @@ def test_an_expert_that_no_token_chose_is_not_touched() -> None:
     idle = [number for number in range(HOW.count) if number not in used]
     assert idle
     want = block(x)
-    block.gate_up[idle] = torch.nan
-    block.down[idle] = torch.nan
+    for number in idle:
+        block.experts[number].down.weight.fill_(torch.nan)
     assert torch.equal(block(x), want)
 
 
@@ -119,7 +123,7 @@ def test_products_are_one_for_each_expert_that_has_tokens() -> None:
 
 def test_the_shared_expert_is_added_to_what_the_routed_ones_say() -> None:
     block = moe(HOW)
-    shared = Mlp(Linear(torch.randn(2 * WIDE, HIDDEN)), Linear(torch.randn(HIDDEN, WIDE)))
+    shared = mlp()
     x = torch.randn(7, HIDDEN)
     torch.testing.assert_close(replace(block, shared=shared)(x), block(x) + shared(x))
 
@@ -203,8 +207,9 @@ def test_stacked_and_single_experts_of_a_checkpoint_are_the_same(
     one_by_one, stacked = loaded(directory, 0, rank, size), loaded(tmp_path, 0, rank, size)
     assert isinstance(one_by_one, Moe)
     assert isinstance(stacked, Moe)
-    assert torch.equal(one_by_one.gate_up, stacked.gate_up)
-    assert torch.equal(one_by_one.down, stacked.down)
+    for one, other in zip(one_by_one.experts, stacked.experts, strict=True):
+        assert torch.equal(one.gate_up.weight, other.gate_up.weight)
+        assert torch.equal(one.down.weight, other.down.weight)
     assert torch.equal(one_by_one.router.weight, stacked.router.weight)
 
 
@@ -227,7 +232,8 @@ def test_what_the_ranks_have_of_each_expert_adds_up(
     for part in parts:
         assert isinstance(part, Moe)
         assert isinstance(whole, Moe)
-        assert 2 * part.down.numel() == whole.down.numel()
+        for half, full in zip(part.experts, whole.experts, strict=True):
+            assert 2 * half.down.weight.numel() == full.down.weight.numel()
     torch.testing.assert_close(parts[0](x) + parts[1](x), whole(x), atol=1e-5, rtol=1e-4)
 
 

@@ -58,11 +58,10 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """The experts' matrices are stacked; of each, gate and up are one."""
+    """`experts` are this rank's columns of each."""
 
     router: Router
-    gate_up: Tensor  # [experts, 2 * columns, hidden]
-    down: Tensor  # [experts, hidden, columns]
+    experts: tuple[Mlp, ...]
     shared: Mlp | None = None  # the expert that every token uses
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -74,12 +73,12 @@ class Moe:
     def _visited(self, x: Tensor, chosen: Tensor) -> Tensor:
         """What each choice yields, in the order of `chosen`: [rows * chosen, hidden]."""
         whose = chosen.flatten()
-        sizes = torch.bincount(whose, minlength=self.down.shape[0]).tolist()
+        sizes = torch.bincount(whose, minlength=len(self.experts)).tolist()
         out = x.new_empty(len(whose), x.shape[1])
-        for expert, places in enumerate(torch.split(whose.argsort(stable=True), sizes)):
-            if sizes[expert]:
-                own = Mlp(Linear(self.gate_up[expert]), Linear(self.down[expert]))
-                out.index_copy_(0, places, own(x[places // chosen.shape[1]]))
+        sorted_places = torch.split(whose.argsort(stable=True), sizes)
+        for expert, places in zip(self.experts, sorted_places, strict=True):
+            if len(places):
+                out.index_copy_(0, places, expert(x[places // chosen.shape[1]]))
         return out
 
 
@@ -108,17 +107,20 @@ def feed_forward(shard: Shard, read: Reader, layer: int) -> FeedForward:
 
 def _moe(shard: Shard, how: Experts, read: Reader, at: str, names: _Names) -> Moe:
     block, wide = at + names.block, shard.part(how.intermediate)
-    hidden = shard.spec.hidden
-    gate_up = read.empty(how.count, 2 * len(wide), hidden)
-    down = read.empty(how.count, hidden, len(wide))
-    if f"{block}experts.gate_up_proj" in read.weights:
-        _fill_from_stack(read, f"{block}experts.", gate_up, down, wide)
-    else:
-        _fill_one_by_one(read, f"{block}experts.", names, gate_up, down, wide)
+    is_stacked = f"{block}experts.gate_up_proj" in read.weights
     shared = None
     if how.shared_intermediate:
         shared = mlp(shard, read, f"{block}shared_experts.", shard.part(how.shared_intermediate))
-    return Moe(_router(how, read, f"{block}gate.", hidden), gate_up, down, shared)
+    return Moe(
+        _router(how, read, f"{block}gate.", shard.spec.hidden),
+        tuple(
+            _from_stack(shard, read, f"{block}experts.", Run(number, number + 1, how.count), wide)
+            if is_stacked
+            else _alone(shard, read, f"{block}experts.{number}.", names, wide)
+            for number in range(how.count)
+        ),
+        shared,
+    )
 
 
 def _router(how: Experts, read: Reader, at: str, hidden: int) -> Router:
@@ -127,22 +129,22 @@ def _router(how: Experts, read: Reader, at: str, hidden: int) -> Router:
     return Router(how, exact.tensor(f"{at}weight", how.count, hidden), bias)
 
 
-def _fill_from_stack(read: Reader, at: str, gate_up: Tensor, down: Tensor, wide: Run) -> None:
+def _alone(shard: Shard, read: Reader, at: str, names: _Names, wide: Run) -> Mlp:
+    hidden = Run.all_of(shard.spec.hidden)
+    return Mlp(
+        gate_up=read.fused(at, {names.gate: wide, names.up: wide}, hidden),
+        down=read.fused(at, {names.down: hidden}, wide),
+    )
+
+
+def _from_stack(shard: Shard, read: Reader, at: str, which: Run, wide: Run) -> Mlp:
     """From tensors that hold all experts, as transformers 5 has them in memory."""
-    experts, hidden = Run.all_of(down.shape[0]), Run.all_of(down.shape[1])
+    hidden = Run.all_of(shard.spec.hidden)
     gate = Run(wide.first, wide.end, 2 * wide.whole)
     up = Run(wide.whole + wide.first, wide.whole + wide.end, 2 * wide.whole)
+    gate_up = read.empty(1, 2 * len(wide), len(hidden))
+    down = read.empty(1, len(hidden), len(wide))
     for run, part in zip((gate, up), gate_up.chunk(2, dim=1), strict=True):
-        read.weights.copy(f"{at}gate_up_proj", part, (experts, run, hidden))
-    read.weights.copy(f"{at}down_proj", down, (experts, hidden, wide))
-
-
-def _fill_one_by_one(
-    read: Reader, at: str, names: _Names, gate_up: Tensor, down: Tensor, wide: Run
-) -> None:
-    hidden = Run.all_of(down.shape[1])
-    for expert in range(down.shape[0]):
-        gate, up = gate_up[expert].chunk(2)
-        read.weights.copy(f"{at}{expert}.{names.gate}.weight", gate, (wide, hidden))
-        read.weights.copy(f"{at}{expert}.{names.up}.weight", up, (wide, hidden))
-        read.weights.copy(f"{at}{expert}.{names.down}.weight", down[expert], (hidden, wide))
+        read.weights.copy(f"{at}gate_up_proj", part, (which, run, hidden))
+    read.weights.copy(f"{at}down_proj", down, (which, hidden, wide))
+    return Mlp(Linear(gate_up[0]), Linear(down[0]))
