@@ -172,7 +172,7 @@ def _model(config: NodeConfig, cache: Path) -> Iterator[tuple[Finding, int]]:
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     yield (
         fine(
-            f"model: {path}: {spec.architecture}, {spec.layers} layers, up to"
+            f"model: {path}: {spec.architecture} ({spec.backend}), {spec.layers} layers, up to"
             f" {spec.max_model_len} tokens, {size / 1e6:.0f} MB of weights"
         ),
         size,

@@ -57,7 +57,7 @@ class Node:
     ) -> None:
         self._config, self._key, self._hire = config, key, hire
         self._disagg = DisaggConfig.derive(role, config, place)
-        spec = ModelSpec.read(config.model.path, config.model.max_model_len)
+        spec = ModelSpec.of(config.model)
         self._setting = Setting(role, config, place, key, self._disagg, spec, time.time_ns())
         self._log = structlog.get_logger()
         self._folder = PrivateFolder("pdrt-node-")  # for sockets
@@ -119,7 +119,10 @@ class Node:
         if side.bootstrap is not None:
             told = {"bootstrap_port": side.bootstrap[1]}
             self._disagg = self._disagg.model_copy(update=told)
-        self._log.info("listening", url=url, role=setting.role, model=setting.model)
+        backend = setting.spec.backend
+        self._log.info(
+            "listening", url=url, role=setting.role, model=setting.model, backend=backend
+        )
 
     def _drain(self) -> None:
         self._supervisor.tell(DrainWanted())

@@ -175,7 +175,7 @@ def test_loading_is_told(model: Callable[[str], Tiny]) -> None:
 def only_config(where: Path, config: Any) -> Path:
     """A model directory without weights: what is refused here is refused before they are read."""
     config.architectures = [
-        transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__  # noqa: SLF001
+        transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__  # noqa: SLF001 - the public way makes a model
     ]
     config.save_pretrained(where)
     return where

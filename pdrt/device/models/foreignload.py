@@ -65,7 +65,7 @@ def find(path: Path, spec: ModelSpec) -> Found:
         raise refusal(spec, f"its model_type is {config.model_type!r}, which is another model's")
     if kind._is_stateful:  # noqa: SLF001 - says it of the class, in transformers' own words
         raise refusal(spec, "it keeps a state beside keys and values (state-space or recurrent)")
-    if not kind._supports_attention_backend:  # noqa: SLF001
+    if not kind._supports_attention_backend:  # noqa: SLF001 - so does this
         raise refusal(spec, "its attention does not go through transformers' attention interface")
     return Found(_measured(spec, kind, config), kind, config)
 
