@@ -119,6 +119,12 @@ class Answer:
         return any(choice.ids or choice.finish for choice in self.choices)
 
     @property
+    def odds(self) -> int:
+        """How many tokens it tells the odds of."""
+        prompt = len(self.prompt.odds) if self.prompt is not None else 0
+        return prompt + sum(len(choice.odds) for choice in self.choices)
+
+    @property
     def completion_tokens(self) -> int:
         return sum(len(choice.ids) for choice in self.choices)
 

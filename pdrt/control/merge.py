@@ -13,7 +13,7 @@ from pdrt.control.generate import GenerateVoice
 from pdrt.control.http import Json, parse_object
 from pdrt.control.openai import OpenAIVoice
 from pdrt.control.order import Order
-from pdrt.control.reply import event_of, json_of
+from pdrt.control.reply import long_event_of, long_json_of
 from pdrt.errors import BadRequest, PdrtError
 
 MERGED_ANSWER: Final = 1 << 26  # bytes of an answer that is not streamed
@@ -37,7 +37,7 @@ class Merge:
         order = self.order
         if order.dialect == "generate":
             generate = GenerateVoice(self.request_id, room, "disagg", _none)
-            return event_of(generate.first(told["prompt"]))
+            return long_event_of(generate.first(told["prompt"]))
         voice = OpenAIVoice(
             self.request_id,
             told["model"],
@@ -48,14 +48,14 @@ class Merge:
             with_usage_always=order.usage_always,
         )
         usage = {"completion_tokens": 0, **told["usage"]}
-        return b"".join(map(event_of, voice.first(told["prompt"], order.n, usage)))
+        return b"".join(map(long_event_of, voice.first(told["prompt"], order.n, usage)))
 
     def whole(self, told: Json, answer: Json) -> bytes:
         """Decode's whole answer with prefill's part in it."""
         if self.order.dialect == "generate":
-            return json_of({**answer, **told["prompt"]})
+            return long_json_of({**answer, **told["prompt"]})
         choices = [_joined(told["prompt"], choice) for choice in answer["choices"]]
-        return json_of({**answer, "choices": choices})
+        return long_json_of({**answer, "choices": choices})
 
 
 def read_answer(body: bytes) -> Json:

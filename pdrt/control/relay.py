@@ -335,7 +335,8 @@ class Relay:
         self.status = answer.status
         await self._client.start(answer.status, self._headers(answer))
         if self._merge is not None:
-            await self._client.write(self._merge.opening(self._told, self._shown_room))
+            opening = partial(self._merge.opening, self._told, self._shown_room)
+            await self._client.write(await asyncio.to_thread(opening))
         while chunk:
             await self._client.write(chunk)
             chunk = await answer.chunk()
@@ -346,7 +347,7 @@ class Relay:
         said = read_answer(await answer.whole(MERGED_ANSWER))
         self._inbox.put_nowait(AnsweredEarly(leg))
         await go.wait()
-        body = merge.whole(self._told, said)
+        body = await asyncio.to_thread(merge.whole, self._told, said)
         self.status = answer.status
         headers = {**self._headers(answer), "content-length": str(len(body))}
         await self._client.start(answer.status, headers)

@@ -6,8 +6,9 @@ status; a stream that has begun ends with a finish chunk and `[DONE]`, or with a
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from aiohttp import web
@@ -16,6 +17,8 @@ from pdrt.control.answer import Answer, Delta
 from pdrt.control.http import Json, cut_off, end_with_error
 from pdrt.errors import Cancelled, PdrtError
 
+_FEW_ODDS: Final = 256
+_PIECE: Final = 256
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once
 
 
@@ -49,9 +52,8 @@ class WholeReply:
         """Nothing is said before the end."""
 
     async def end(self, answer: Answer) -> web.StreamResponse:
-        return web.Response(
-            body=json_of(self._voice.whole(answer)), content_type="application/json"
-        )
+        body = await _beside(lambda: long_json_of(self._voice.whole(answer)), answer)
+        return web.Response(body=body, content_type="application/json")
 
     async def fail(self, error: PdrtError) -> web.StreamResponse:
         raise error
@@ -64,13 +66,13 @@ class StreamReply:
         self._is_writing = False  # and the client is not taking it
 
     async def say(self, delta: Delta, answer: Answer) -> None:
-        chunks = list(self._voice.chunks(delta, answer))
+        said = b"".join(map(event_of, self._voice.chunks(delta, answer)))
         response = self._response
         if response is None:
             response = await self._begin()
-            chunks = [*self._voice.opening(answer), *chunks]
-        if chunks:
-            await self._write(response, b"".join(event_of(chunk) for chunk in chunks))
+            said = await _beside(lambda: self._opening(answer), answer) + said
+        if said:
+            await self._write(response, said)
 
     async def end(self, answer: Answer) -> web.StreamResponse:
         assert self._response is not None, "an answer has a last delta"
@@ -85,6 +87,9 @@ class StreamReply:
         else:
             await end_with_error(self._request, self._response, error, self._stage)
         return self._response
+
+    def _opening(self, answer: Answer) -> bytes:
+        return b"".join(map(long_event_of, self._voice.opening(answer)))
 
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
         """Raises Cancelled when the client is gone."""
@@ -103,9 +108,32 @@ class StreamReply:
         return response
 
 
-def json_of(body: Mapping[str, object]) -> bytes:
-    return _encode(body).encode()
+async def _beside(make: Callable[[], bytes], answer: Answer) -> bytes:
+    """Beside the loop, where the answer is so long that this takes more than a thread's start."""
+    return await asyncio.to_thread(make) if answer.odds > _FEW_ODDS else make()
 
 
 def event_of(chunk: Json) -> bytes:
-    return b"data: " + json_of(chunk) + b"\n\n"
+    return b"data: " + _encode(chunk).encode() + b"\n\n"
+
+
+def long_event_of(chunk: Json) -> bytes:
+    return b"data: " + long_json_of(chunk) + b"\n\n"
+
+
+def long_json_of(body: Json) -> bytes:
+    """Lists a piece at a time: no other thread runs while the encoder does."""
+    return _text_of(body).encode()
+
+
+def _text_of(value: object) -> str:
+    match value:
+        case dict():
+            return "{" + ",".join(f"{_encode(k)}:{_text_of(v)}" for k, v in value.items()) + "}"
+        case [*_] if len(value) > _PIECE:
+            begins = range(0, len(value), _PIECE)
+            return "[" + ",".join(_encode(value[b : b + _PIECE])[1:-1] for b in begins) + "]"
+        case [dict(), *_]:
+            return "[" + ",".join(map(_text_of, value)) + "]"
+        case _:
+            return _encode(value)

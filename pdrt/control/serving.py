@@ -29,7 +29,7 @@ from pdrt.control.meter import Meter
 from pdrt.control.openai import OpenAIVoice
 from pdrt.control.order import PATHS, parse_prefill_again, parse_rebind
 from pdrt.control.prompted import choices_of, prompt_of
-from pdrt.control.reply import Reply, StreamReply, WholeReply
+from pdrt.control.reply import Reply, StreamReply, WholeReply, long_json_of
 from pdrt.errors import Conflict, DeadlinePassed, NotFound, PdrtError
 from pdrt.messages import Output, Submit
 
@@ -121,7 +121,8 @@ class Serving:
         }
         if told:
             done |= {"prompt": told, "model": leader.model}
-        return web.json_response(done)
+        body = await asyncio.to_thread(long_json_of, done) if told else long_json_of(done)
+        return web.Response(body=body, content_type="application/json")
 
     async def _answer(self, call: Call, reply: Reply, outcome: Outcome) -> web.StreamResponse:
         leader = self._leader

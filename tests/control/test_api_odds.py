@@ -7,8 +7,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdrt.control.likely import MAX_PROMPT_ODDS
+from pdrt.control.reply import long_json_of
 from pdrt.messages import Output
 from tests.control.leader_rig import BEARER, WALL, events_of, odd, out, rigged, scored
 
@@ -41,6 +44,20 @@ def completion_odds(choices: list[dict[str, Any]]) -> dict[str, list[Any]]:
         for name, column in (choice["logprobs"] or {}).items():
             found.setdefault(name, []).extend(column)
     return found
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=9,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), VALUES, max_size=4), st.integers(0, 700))
+def test_json_that_is_made_in_pieces_is_the_same(body: dict[str, Any], count: int) -> None:
+    body["long"] = [{"n": list(range(count)), "m": [{"a": None}] * count}, 1]
+    whole = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    assert long_json_of(body) == whole.encode()
 
 
 # OpenAI's forms.
