@@ -565,6 +565,8 @@ class AskPrefill:
     room: Room
     attempt: U32  # the new one
     tokens: Annotated[bytes, Field(max_length=1 << 23)]
+    of_room: Annotated[int, Field(ge=-1, lt=1 << 63)] = -1  # `room` is a part of this one's
+    index: U31 = 0  # which of its sequences
 
 
 @_wire

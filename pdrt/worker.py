@@ -36,7 +36,7 @@ from pdrt.members import GroupTransfers, Members
 from pdrt.messages import FromWorker, Output, Outputs, Problem, ToWorker
 from pdrt.openfiles import allow_all
 from pdrt.sched.effects import Say
-from pdrt.sched.events import Cancelled, Rebound, ResumeLocally
+from pdrt.sched.events import Cancelled, Rebound, ResumeLocally, Stopped
 from pdrt.spawn import WorkerSpec, read_spec
 
 _LOG_S: Final = 1.0
@@ -104,8 +104,9 @@ class Worker:
         match message:
             case messages.Submit():
                 self._submit(message, now)
-            case messages.AbortRoom(room=room, reason=reason):
-                self._sched.feed(Cancelled(room, reason), now)
+            case messages.AbortRoom(room=room, reason=reason, index=index):
+                one, whole = Stopped(room, index), Cancelled(room, reason)
+                self._sched.feed(whole if index < 0 else one, now)
             case messages.Rebind(room=room, attempt=attempt, source=source):
                 self._sched.feed(Rebound(room, attempt, source), now)
             case messages.ResumeLocally(room=room):

@@ -88,6 +88,12 @@ class KvPool:
         left behind them may be NaN, which no mask hides."""
         self._blocks.index_fill_(0, self.index(np.asarray(blocks, np.int64)), 0)
 
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Whole blocks. No target is another's source."""
+        source = self.index(np.asarray(sources, np.int64))
+        target = self.index(np.asarray(targets, np.int64))
+        self._blocks.index_copy_(0, target, self._blocks[source])
+
     def load(self, blocks: Sequence[int]) -> None:
         """Bring blocks from host memory to the device."""
         if self.mirrored and blocks:

@@ -38,7 +38,9 @@ class Mirror:
             for step in batch
             if step.start and self._present.get(step.key) != self._state(step, step.start)
         ]
-        self._pool.load([b for step in missing for b in self._table(step, step.start)])
+        copied = [step.copy_from for step in batch if step.copy_from >= 0]
+        below = [b for step in missing for b in self._table(step, step.start)]
+        self._pool.load([*below, *copied])
 
     def after(self, batch: Sequence[SeqStep]) -> None:
         """Store what the steps wrote; sequences that sat out are forgotten and loaded anew."""

@@ -62,6 +62,10 @@ class TorchRunner:
         return drawn
 
     def _forward(self, batch: Sequence[SeqStep], pool: KvPool, group: Collective) -> list[Drawn]:
+        copied = [step for step in batch if step.copy_from >= 0]
+        if copied:
+            targets = [step.blocks[step.start // self.layout.block_size] for step in copied]
+            pool.copy([step.copy_from for step in copied], targets)
         fresh = [b for step in batch for b in _begun_in_part(step, self.layout.block_size)]
         if fresh:
             pool.clear(fresh)

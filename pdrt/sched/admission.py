@@ -47,8 +47,23 @@ class Admission:
 
 
 def reserve(request: Request, limits: Limits) -> int:
-    """Blocks kept free so that an admitted request can grow."""
-    return blocks_for(min(limits.reserved_tokens, request.left), limits.block_size)
+    """Blocks kept free so that an admitted request can grow, in all its sequences.
+
+    Each of them copies the prompt's last block, if it is not full.
+    """
+    each = blocks_for(min(limits.reserved_tokens, request.left), limits.block_size)
+    if request.sampling.n == 1:
+        return each + request.borrows
+    return request.sampling.n * (each + (len(request.tokens) % limits.block_size > 0))
+
+
+def _needed(request: Request, limits: Limits, total: int) -> int:
+    """Blocks that must be free to admit it. Sequences that never fit at once run in turns."""
+    if request.sampling.n > 1:
+        prompt = blocks_for(len(request.tokens), limits.block_size)
+        return min(prompt + reserve(request, limits), total)
+    tokens = len(request.tokens) + min(limits.reserved_tokens, request.left)
+    return blocks_for(tokens, limits.block_size)
 
 
 def hit(request: Request, pool: BlockPool, limits: Limits) -> tuple[int, ...]:
@@ -93,7 +108,7 @@ def _fitting(
     if (space.prefill_tokens if is_queued else space.slots) <= 0:
         return None
     tokens = len(request.tokens)
-    needed = blocks_for(tokens + min(limits.reserved_tokens, request.left), limits.block_size)
+    needed = _needed(request, limits, pool.total)
     if not _may_share(request, needed - space.blocks, limits, pool):
         return None
     found = hit(request, pool, limits)
@@ -102,7 +117,7 @@ def _fitting(
         return None
     blocks = blocks_for(tokens, limits.block_size)
     space.blocks -= blocks - shared + reserve(request, limits)
-    space.requests -= 1
+    space.requests -= request.sampling.n
     if is_queued:
         space.prefill_tokens -= tokens - len(found) * limits.block_size
     else:

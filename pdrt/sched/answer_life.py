@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 
 from pdrt.data import events as transfer
 from pdrt.data.commands import AbortReceiver, AdmitReceiver, OpenReceiver
+from pdrt.device.chance import of_sequence
 from pdrt.machine import Edge, Table
 from pdrt.messages import AskPrefill, Finish, Output, pack_tops
 from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
@@ -21,11 +22,13 @@ from pdrt.sched.events import (
     AttemptRefused,
     Cancelled,
     Computed,
+    Dropped,
     EndedEarly,
     Failed,
     FellBack,
     FirstsKept,
     FirstsTold,
+    FirstStopped,
     Granted,
     Grown,
     LastToken,
@@ -33,9 +36,11 @@ from pdrt.sched.events import (
     ResumeLocally,
     Retracted,
     Returned,
+    Stopped,
     TokenOut,
 )
 from pdrt.sched.request import First, Request, State, prompt_hash
+from pdrt.sched.sequences import living, stopped
 
 Effects: TypeAlias = Sequence[Effect | Booking]
 Ending: TypeAlias = Cancelled | Failed | AttemptRefused
@@ -72,8 +77,18 @@ def _admit(r: Request, e: Granted) -> Effects:
 
 
 def _grow(r: Request, e: Grown) -> Effects:
-    r.blocks.extend(e.blocks)
+    if r.borrows:
+        r.borrows, r.copy_from = False, r.blocks[-1]
+        r.blocks = [*r.blocks[:-1], *e.blocks]
+    else:
+        r.blocks.extend(e.blocks)
     return ()
+
+
+def _drop_source(r: Request) -> tuple[int, ...]:
+    """What its last block was copied from: a step has done so, or none will."""
+    source, r.copy_from = r.copy_from, -1
+    return () if source < 0 else (source,)
 
 
 def _part(r: Request, _event: object = None) -> Effects:
@@ -81,8 +96,8 @@ def _part(r: Request, _event: object = None) -> Effects:
 
     What it shares is never written, whatever becomes of the attempt.
     """
-    blocks, slot = tuple(r.blocks), r.slot
-    r.blocks, r.slot, r.computed = [], None, 0
+    blocks, slot = (*r.blocks, *_drop_source(r)), r.slot
+    r.blocks, r.slot, r.computed, r.borrows = [], None, 0, False
     if not blocks:
         return ()
     if slot is None or r.is_quiet:
@@ -105,12 +120,17 @@ def _note(r: Request, e: Computed) -> Effects:
 
 
 def _one(
-    r: Request, e: TokenOut | LastToken | First, cached_tokens: int, finish: Finish | None = None
+    r: Request,
+    e: TokenOut | LastToken | First,
+    cached_tokens: int,
+    finish: Finish | None = None,
+    index: int | None = None,
 ) -> Say:
     """What a request gains by one token."""
     return Say(
         Output(
-            room=r.room,
+            room=r.told_as,
+            index=r.index if index is None else index,
             attempt=r.attempt,
             tokens=(e.token,),
             logprobs=(e.logprob,),
@@ -125,7 +145,8 @@ def _one(
 def _say(r: Request, e: TokenOut) -> Effects:
     r.computed = len(r.tokens)
     r.tokens.append(e.token)
-    return [_one(r, e, e.cached_tokens)]
+    copied = _drop_source(r)
+    return [*([Free(copied)] if copied else ()), _one(r, e, e.cached_tokens)]
 
 
 def _say_first(r: Request, e: TokenOut) -> Effects:
@@ -148,12 +169,21 @@ def _keep_firsts(r: Request, e: FirstsKept) -> Effects:
 
 def _tell_firsts(r: Request, e: FirstsTold) -> Effects:
     r.firsts, r.has_told = e.firsts, True
-    return [_one(r, first, e.cached_tokens, first.finish) for first in e.firsts]
+    indices = range(len(e.firsts)) if r.sampling.n > 1 else (r.index,)
+    return [
+        _one(r, first, e.cached_tokens, first.finish, index)
+        for index, first in zip(indices, e.firsts, strict=True)
+    ]
+
+
+def _stop_first(r: Request, e: FirstStopped) -> Effects:
+    r.firsts = stopped(r.firsts, e.index)
+    return [Say(Output(room=r.told_as, index=e.index, attempt=r.attempt, finish="stop"))]
 
 
 def _end_early(r: Request, _e: EndedEarly) -> Effects:
     """What is still being written is not wanted; its memory is held until nobody writes it."""
-    if r.is_quiet:
+    if r.slot is None or r.is_quiet:
         return _part(r)
     why = "its answer ended with the first token"
     return [AbortReceiver(r.room, r.attempt, why, is_served=True), *_part(r)]
@@ -166,9 +196,15 @@ def _arrive(r: Request, _e: Arrived) -> Effects:
 
 
 def _settle(r: Request) -> None:
-    """What the client has been told is part of the answer, whatever becomes of the attempt."""
+    """What the client has been told is part of the answer, whatever becomes of the attempt.
+
+    Of several sequences it goes on as the first that has not ended; the others have branched off.
+    """
     if r.has_told:
-        r.tokens.append(r.firsts[0].token)
+        index = living(r.firsts)[0]
+        r.tokens.append(r.firsts[index].token)
+        if r.sampling.n > 1:
+            r.index, r.sampling = index, of_sequence(r.sampling, index)
     r.firsts, r.has_told = (), False
 
 
@@ -210,7 +246,13 @@ def _ask_again(r: Request, _e: Returned) -> Effects:
     r.attempt += 1
     return [
         *freed,
-        AskPrefill(room=r.room, attempt=r.attempt, tokens=r.packed()),
+        AskPrefill(
+            room=r.room,
+            attempt=r.attempt,
+            tokens=r.packed(),
+            of_room=-1 if r.of_room is None else r.of_room,
+            index=r.index,
+        ),
         OpenReceiver(r.room, r.attempt, r.source, r.deadline),
     ]
 
@@ -219,7 +261,22 @@ def _ask_again(r: Request, _e: Returned) -> Effects:
 
 
 def _close(r: Request, e: Ending) -> Effects:
-    return [*_part(r), Say(Output(room=r.room, attempt=r.attempt, problem=e.problem))]
+    said = Output(room=r.told_as, index=r.index, attempt=r.attempt, problem=e.problem)
+    return [*_part(r), Say(said)]
+
+
+def _stop(r: Request, _e: Stopped) -> Effects:
+    said = Output(room=r.told_as, index=r.index, attempt=r.attempt, finish="stop")
+    return [*_part(r), Say(said)]
+
+
+def _stop_receiving(r: Request, e: Stopped) -> Effects:
+    return [AbortReceiver(r.room, r.attempt, "stop", is_served=True), *_stop(r, e)]
+
+
+def _drop_receiving(r: Request, _e: Dropped) -> Effects:
+    why = "another sequence of its room has failed"
+    return [AbortReceiver(r.room, r.attempt, why), *_part(r)]
 
 
 def _abort(r: Request, e: Ending) -> Effects:
@@ -230,10 +287,12 @@ def _abort(r: Request, e: Ending) -> Effects:
 
 _PREALLOC: Final = (State.BOOTSTRAPPING, State.WAITING)
 _RECEIVING: Final = (*_PREALLOC, State.TRANSFERRING)
+_HERE: Final = (State.QUEUED, State.UNBOUND, State.RUNNING)
 _EXTERNAL: Final = (
     transfer.ReceiverReady,
     transfer.PromptStarted,
     Cancelled,
+    Stopped,
     Rebound,
     ResumeLocally,
     Failed,
@@ -249,11 +308,15 @@ EDGES: Final[Mapping[tuple[State, type], Edge[State, Request, Effect | Booking]]
     (State.TRANSFERRING, transfer.PromptStarted): Edge(State.TRANSFERRING),
     (State.TRANSFERRING, FirstsKept): Edge(State.TRANSFERRING, _keep_firsts),
     (State.TRANSFERRING, FirstsTold): Edge(State.TRANSFERRING, _tell_firsts),
+    (State.TRANSFERRING, FirstStopped): Edge(State.TRANSFERRING, _stop_first),
     (State.TRANSFERRING, EndedEarly): Edge(State.DONE, _end_early),
     (State.TRANSFERRING, Arrived): Edge(State.RUNNING, _arrive),
     (State.TRANSFERRING, Returned): Edge(State.BOOTSTRAPPING, _ask_again),
     (State.TRANSFERRING, TokenOut): Edge(State.RUNNING, _say_first),
     (State.TRANSFERRING, LastToken): Edge(State.DONE, _say_last),
+    (State.RUNNING, FirstsTold): Edge(State.RUNNING, _tell_firsts),
+    (State.RUNNING, EndedEarly): Edge(State.DONE, _end_early),
+    (State.RUNNING, Arrived): Edge(State.RUNNING, _arrive),
     (State.RUNNING, Grown): Edge(State.RUNNING, _grow),
     (State.RUNNING, Computed): Edge(State.RUNNING, _note),
     (State.RUNNING, TokenOut): Edge(State.RUNNING, _say),
@@ -267,13 +330,14 @@ EDGES: Final[Mapping[tuple[State, type], Edge[State, Request, Effect | Booking]]
     **{(s, Rebound): Edge(State.BOOTSTRAPPING, _reopen) for s in _RECEIVING},
     (State.UNBOUND, Rebound): Edge(State.BOOTSTRAPPING, _open),
     **{(s, e): Edge(State.DONE, _abort) for s in _RECEIVING for e in (Cancelled, Failed)},
-    **{
-        (s, e): Edge(State.DONE, _close)
-        for s in (State.QUEUED, State.UNBOUND, State.RUNNING)
-        for e in (Cancelled, Failed)
-    },
+    **{(s, e): Edge(State.DONE, _close) for s in _HERE for e in (Cancelled, Failed)},
+    **{(s, Stopped): Edge(State.DONE, _stop_receiving) for s in _RECEIVING},
+    **{(s, Stopped): Edge(State.DONE, _stop) for s in _HERE},
+    **{(s, Dropped): Edge(State.DONE, _drop_receiving) for s in _RECEIVING},
+    **{(s, Dropped): Edge(State.DONE, _part) for s in _HERE},
 }
 
+_ENDS: Final = (Cancelled, Stopped, Failed)
 _LOCAL: Final = "its tokens are computed here, no transfer belongs to it"
 _ARRIVED: Final = "its KV has arrived"
 _OVER: Final = "a terminal state absorbs everything"
@@ -281,8 +345,8 @@ _OVER: Final = "a terminal state absorbs everything"
 IGNORED: Final[Mapping[tuple[State, type], str]] = {
     **{(s, transfer.ReceiverReady): "told twice" for s in (State.WAITING, State.TRANSFERRING)},
     **{(s, transfer.PromptStarted): "it says nothing to wait for" for s in _PREALLOC},
-    **{(State.QUEUED, e): _LOCAL for e in _EXTERNAL if e not in (Cancelled, Failed)},
-    **{(State.RUNNING, e): _ARRIVED for e in _EXTERNAL if e not in (Cancelled, Failed)},
+    **{(State.QUEUED, e): _LOCAL for e in _EXTERNAL if e not in _ENDS},
+    **{(State.RUNNING, e): _ARRIVED for e in _EXTERNAL if e not in _ENDS},
     **{
         (State.UNBOUND, e): "its attempt is over"
         for e in (

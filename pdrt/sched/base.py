@@ -19,18 +19,24 @@ from pdrt.sched.answer_life import ANSWER
 from pdrt.sched.book import Book, SchedStats
 from pdrt.sched.effects import Effect, Say
 from pdrt.sched.events import (
+    Arrived,
     Cancelled,
     Computed,
+    EndedEarly,
+    FirstsTold,
+    FirstStopped,
     Grown,
     LastToken,
     Order,
     Retracted,
     Returned,
+    Stopped,
     TokenOut,
 )
 from pdrt.sched.limits import Limits
 from pdrt.sched.plan import Plan, fit, prefill_budget, steps
-from pdrt.sched.request import Request, State, from_submit
+from pdrt.sched.request import First, Request, State, from_submit
+from pdrt.sched.sequences import branch, drawn_firsts, living
 
 QUEUES: Final = (("waiting_queue", (State.QUEUED,)),)
 
@@ -94,17 +100,32 @@ class Scheduler:
         return request
 
     def feed(self, event: TransferEvent | Order, _now: float) -> None:
-        """A hybrid request hears of nothing but its cancellation."""
-        request = self.book.rooms.get(event.room)
-        if request is None or not isinstance(event, Cancelled):
+        """A hybrid request hears of nothing but that it is not wanted any more."""
+        members = self.book.members(event.room)
+        if isinstance(event, Stopped):
+            self._stop(members, event)
+        elif members and isinstance(event, Cancelled):
+            self.book.move(members[0], event)  # a problem of one ends them all
+        else:
             self.book.counters["late"] += 1
-            return
-        self.book.move(request, event)
+
+    def _stop(self, members: Iterable[Request], event: Stopped) -> None:
+        for request in members:
+            if request.sampling.n > 1 and request.has_told:  # they have not branched off yet
+                if event.index in living(request.firsts):
+                    self.book.move(request, FirstStopped(event.index))
+                    self._end_if_over(request)
+                    return
+            elif request.sampling.n == 1 and request.index == event.index:
+                self.book.move(request, event)
+                return
+        self.book.counters["late"] += 1
 
     def plan(self, now: float) -> Plan:
         """Decide and reserve the next step. An empty batch means: wait for an event or timer."""
         book = self.book
         expired = book.expire(now)
+        self._own_what_is_left()
         runners, free = book.queues[State.RUNNING].values(), book.blocks.free
         fitting = fit(runners, free, book.blocks.owners, self.limits)
         for request in fitting.retract:
@@ -126,6 +147,10 @@ class Scheduler:
                 end = step.start + len(step.tokens)
                 self.book.learn(request, end)
                 self.book.move(request, Computed(end))
+            elif request.sampling.n > 1:
+                self.book.learn(request, len(request.tokens))
+                self.tell(request, drawn_firsts(request, one), request.cached_tokens)
+                self.go_on(request)
             else:
                 cached = 0 if request.said else request.cached_tokens
                 self.say(request, one.token, one.logprob, cached, one.top)
@@ -146,6 +171,33 @@ class Scheduler:
         else:
             self.book.move(request, LastToken(token, logprob, finish, cached_tokens, top))
 
+    def tell(self, request: Request, firsts: tuple[First, ...], cached_tokens: int) -> None:
+        """Say the first token of each of its sequences; it may be over then."""
+        self.book.move(request, FirstsTold(firsts, cached_tokens))
+        self._end_if_over(request)
+
+    def _end_if_over(self, request: Request) -> None:
+        if not living(request.firsts):
+            self.book.move(request, EndedEarly())
+
+    def go_on(self, request: Request) -> None:
+        """Its prompt's KV is here and its first tokens are said: from now on n requests run."""
+        if request.state is State.DONE:
+            return
+        is_partly_filled = len(request.tokens) % self.limits.block_size > 0
+        for index in living(request.firsts)[1:]:
+            key, blocks = self.book.next_key(), request.blocks
+            self.book.join(branch(request, index, key, blocks, borrows=is_partly_filled))
+        self.book.move(request, Arrived())
+
+    def _own_what_is_left(self) -> None:
+        """A borrowed block that nobody else has any more needs no copy."""
+        pool = self.book.blocks
+        for request in self.book.queues[State.RUNNING].values():
+            if request.borrows and pool.owners(request.blocks[-1]) == 1:
+                pool.forget(request.blocks[-1:])
+                request.borrows = False
+
     def is_computed_elsewhere(self, request: Request) -> bool:
         """Whether the prefill side is asked when its KV is lost."""
         return request.source is not None and self.limits.retraction == "reprefill"
@@ -160,7 +212,7 @@ class Scheduler:
         if not book.line or not book.blocks.free:
             return []
         holders = (State.RUNNING, State.TRANSFERRING)
-        held = sum(len(book.queues[s]) for s in holders)
+        held = sum(r.sampling.n for s in holders for r in book.queues[s].values())
         reserved = sum(reserve(r, limits) for s in holders for r in book.queues[s].values())
         space = Space(
             blocks=book.blocks.free - reserved,

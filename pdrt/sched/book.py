@@ -18,7 +18,7 @@ from pdrt.messages import Problem, Submit
 from pdrt.sched.admission import Grant, Space, admit
 from pdrt.sched.blocks import BlockPool, Held, Quarantine
 from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
-from pdrt.sched.events import Failed, Granted
+from pdrt.sched.events import Dropped, Failed, Granted
 from pdrt.sched.limits import Limits
 from pdrt.sched.plan import Plan, bad_logits, sendable
 from pdrt.sched.queues import Line, Timers
@@ -59,7 +59,8 @@ class Book:
         self.slots = BlockPool(slots)
         self.quarantine = Quarantine()
         self.requests: dict[int, Request] = {}  # by key
-        self.rooms: dict[int, Request] = {}
+        self.rooms: dict[int, Request] = {}  # a sequence of a group may have one of its own
+        self.groups: dict[int, dict[int, Request]] = {}  # client's room -> its sequences by key
         self.queues: dict[State, dict[int, Request]] = {state: {} for state in State}
         self.line = Line()
         self.timers = Timers()
@@ -83,7 +84,7 @@ class Book:
         if self.is_draining:
             raise Draining("this worker is draining and takes no new requests")
         attempt = (submit.room, submit.attempt)
-        if submit.room in self.rooms or attempt in self.quarantine:
+        if submit.room in self.rooms or submit.room in self.groups or attempt in self.quarantine:
             raise Conflict(f"room {submit.room} (attempt {submit.attempt}) is in flight already")
         if self.unserved >= max_waiting:
             raise Overloaded(
@@ -91,10 +92,26 @@ class Book:
             )
 
     def enter(self, request: Request) -> None:
+        self._note(request)
+        self.counters["submitted"] += 1
+
+    def join(self, request: Request) -> None:
+        """A further sequence of a group; what it holds of another's it owns too."""
+        self.blocks.share(request.blocks)
+        self._note(request)
+
+    def _note(self, request: Request) -> None:
         self.requests[request.key] = request
         self.rooms[request.room] = request
+        if request.of_room is not None:
+            self.groups.setdefault(request.of_room, {})[request.key] = request
         self._file(request)
-        self.counters["submitted"] += 1
+
+    def members(self, room: int) -> list[Request]:
+        """All that is alive of a client's room."""
+        request = self.rooms.get(room)
+        alone = [request] if request is not None and request.of_room is None else []
+        return list(self.groups.get(room, {}).values()) or alone
 
     def move(self, request: Request, event: object) -> None:
         """The only way a request changes. Raises Illegal for what cannot happen."""
@@ -156,7 +173,9 @@ class Book:
         """End what is past its time, in whatever state it waits; how many that were."""
         due = self.timers.pop_due(now)
         for key in due:
-            request = self.requests[key]
+            request = self.requests.get(key)
+            if request is None:
+                continue  # its group has ended just now
             lost = request.problem if now < request.deadline else None
             stage = str(request.state)
             late = Problem.of(DeadlinePassed(f"it passed while {stage}"), stage)
@@ -195,6 +214,7 @@ class Book:
         state = request.state
         if state is State.DONE:
             del self.requests[request.key], self.rooms[request.room]
+            self._leave_group(request)
             self.timers.drop(request.key)
             return
         self.queues[state][request.key] = request
@@ -202,6 +222,13 @@ class Book:
             self.line.add(request)
         if self.timers.at(request.key) != request.due:
             self.timers.set(request.key, request.due)
+
+    def _leave_group(self, request: Request) -> None:
+        if request.of_room is not None:
+            group = self.groups[request.of_room]
+            del group[request.key]
+            if not group:
+                del self.groups[request.of_room]
 
     def _unfile(self, request: Request) -> None:
         del self.queues[request.state][request.key]
@@ -217,6 +244,9 @@ class Book:
             case _:
                 self.outbox.append(effect)
                 self._count(effect)
+                if isinstance(effect, Say) and effect.output.problem is not None:
+                    for other in self.groups.get(effect.output.room, {}).copy().values():
+                        self.move(other, Dropped())
 
     def _count(self, effect: Effect) -> None:
         if isinstance(effect, Say):

@@ -33,22 +33,22 @@ from pdrt.sched.base import Scheduler
 from pdrt.sched.book import SchedStats
 from pdrt.sched.effects import Effect
 from pdrt.sched.events import (
-    Arrived,
     AttemptLost,
     AttemptRefused,
     Cancelled,
-    EndedEarly,
     FellBack,
     FirstsKept,
-    FirstsTold,
     Order,
     Rebound,
     ResumeLocally,
+    Retracted,
     Returned,
+    Stopped,
 )
 from pdrt.sched.limits import Limits
 from pdrt.sched.plan import Plan
 from pdrt.sched.request import First, Request, State
+from pdrt.sched.sequences import branch, first, living
 
 QUEUES: Final = (
     ("prealloc_queue", (State.BOOTSTRAPPING, State.WAITING, State.UNBOUND)),
@@ -104,7 +104,7 @@ class DecodeDisaggScheduler:
     def feed(self, event: TransferEvent | Order, now: float) -> None:
         """Whatever happens outside comes in here, in any order, any number of times."""
         match event:
-            case Cancelled():
+            case Cancelled() | Stopped():
                 self._base.feed(event, now)
             case Quiet(room, attempt):
                 self._quiet(room, attempt)
@@ -183,29 +183,30 @@ class DecodeDisaggScheduler:
             self.book.counters["ignored"] += 1
             return
         firsts = _firsts_of(request, event)
-        if not is_early:
+        if is_early:
+            self._base.tell(request, firsts, 0 if request.said else event.cached_tokens)
+        else:
             self.book.move(request, FirstsKept(firsts))
-            return
-        self._tell(request, FirstsTold(firsts, 0 if request.said else event.cached_tokens))
-
-    def _tell(self, request: Request, told: FirstsTold) -> None:
-        self.book.move(request, told)
-        if all(first.finish for first in told.firsts):
-            self.book.move(request, EndedEarly())
 
     def _arrived(self, request: Request, record: SlotRecord) -> None:
         self.book.learn(request, len(request.tokens))
         if not request.has_told:
             cached = 0 if request.said else record.cached_tokens
-            self._tell(request, FirstsTold(request.firsts, cached))
-        if request.state is State.TRANSFERRING:
-            self.book.move(request, Arrived())
+            self._base.tell(request, request.firsts, cached)
+        self._base.go_on(request)
 
     def _resume(self, request: Request) -> None:
-        """Its client has tokens: it is computed again with them, and none is said twice."""
-        self.book.counters["resumed"] += 1
+        """Its client has tokens: it is computed again with them, and none is said twice.
+
+        Of several sequences each on its own: their prompt is one no more.
+        """
         elsewhere = self._base.is_computed_elsewhere(request) and not request.is_resuming
+        for index in living(request.firsts)[1:]:
+            other = branch(request, index, self.book.next_key())
+            self.book.join(other)
+            self.book.move(other, Returned() if elsewhere else Retracted())
         self.book.move(request, Returned() if elsewhere else FellBack())
+        self.book.counters["resumed"] += 1
 
     def _failed(self, request: Request, event: ReceiveFailed, now: float) -> None:
         if request.is_resuming:
@@ -249,6 +250,6 @@ def _contradiction(request: Request, record: SlotRecord) -> str:
 def _firsts_of(request: Request, event: FirstTokens) -> tuple[First, ...]:
     tops = unpack_tops(event.tops, len(event.tokens))
     return tuple(
-        First(token, logprob, top, request.finish_with(token))
+        first(request, token, logprob, top)
         for token, logprob, top in zip(event.tokens, event.logprobs, tops, strict=True)
     )

@@ -33,6 +33,14 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class Stopped:
+    """The leader needs no more of one of a room's sequences."""
+
+    room: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rebound:
     """Decode: another prefill attempt computes this prompt."""
 
@@ -48,7 +56,7 @@ class ResumeLocally:
     room: int
 
 
-Order: TypeAlias = Cancelled | Rebound | ResumeLocally
+Order: TypeAlias = Cancelled | Stopped | Rebound | ResumeLocally
 
 
 # Decided or found out by the scheduler.
@@ -100,7 +108,7 @@ class LastToken:
 
 @dataclass(frozen=True, slots=True)
 class FirstsTold:
-    """Decode: the first tokens are here, ahead of their KV, and are said at once."""
+    """The first tokens are known, on decode ahead of their KV, and are said at once."""
 
     firsts: tuple[First, ...]
     cached_tokens: int = 0
@@ -114,13 +122,25 @@ class FirstsKept:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstStopped:
+    """Decode: a sequence whose first token was said needs no more."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class EndedEarly:
-    """Decode: the first tokens were the last ones too; no KV is needed."""
+    """The first tokens were the last ones too; no KV is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Decode: the KV is here, of a prompt whose first tokens were said."""
+    """The KV is here, of a prompt whose first tokens were said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Another sequence of its room ended with a problem, which ends them all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from pdrt.device.batch import Draw, Drawn, Scoring, SeqStep
+from pdrt.device.batch import Drawn, Odds, Scoring, SeqStep
 from pdrt.errors import BadLogits
 from pdrt.messages import Problem
 from pdrt.sched.limits import Limits
 from pdrt.sched.request import Request
+from pdrt.sched.sequences import draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def fit(running: Iterable[Request], free: int, owners: Callable[[int], int], lim
 
 
 def _lacks_block(request: Request, limits: Limits) -> bool:
-    return len(request.tokens) > len(request.blocks) * limits.block_size
+    return request.borrows or len(request.tokens) > len(request.blocks) * limits.block_size
 
 
 def _cost(request: Request) -> tuple[int, int, int]:
@@ -94,9 +95,11 @@ def _step(request: Request, count: int) -> SeqStep:
     start = request.computed
     tokens = request.tokens[start : start + count]
     is_last = start + count == len(request.tokens)
-    draw = Draw(request.sampling, request.tokens, request.prompt_tokens) if is_last else None
+    draw, further = draws(request) if is_last else (None, ())
     scoring = _scoring(request, start, start + count)
-    return SeqStep(request.key, tokens, start, request.blocks, draw, scoring=scoring)
+    return SeqStep(
+        request.key, tokens, start, request.blocks, draw, further, request.copy_from, scoring
+    )
 
 
 def _scoring(request: Request, start: int, end: int) -> Scoring | None:
@@ -107,7 +110,8 @@ def _scoring(request: Request, start: int, end: int) -> Scoring | None:
 
 def bad_logits(drawn: Drawn) -> Problem | None:
     """What is wrong when the device computed what is no number: damage must not become a token."""
-    if not any(map(math.isnan, (drawn.logprob, *(odds.logprob for odds in drawn.scored)))):
+    told: tuple[Drawn | Odds, ...] = (drawn, *drawn.further, *drawn.scored)
+    if not any(math.isnan(one.logprob) for one in told):
         return None
     return Problem.of(BadLogits("the device computed what is no number"), "device")
 

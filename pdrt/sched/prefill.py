@@ -31,7 +31,8 @@ from pdrt.sched.events import (
 from pdrt.sched.limits import Limits
 from pdrt.sched.plan import Plan, prefill_budget, sendable, steps
 from pdrt.sched.prefill_life import PREFILL
-from pdrt.sched.request import First, Request, State, from_submit, prompt_hash
+from pdrt.sched.request import Request, State, from_submit, prompt_hash
+from pdrt.sched.sequences import drawn_firsts
 
 QUEUES: Final = (
     ("bootstrap_queue", (State.BOOTSTRAPPING,)),
@@ -140,4 +141,4 @@ class PrefillDisaggScheduler:
             if one is None:
                 self.book.move(request, Computed(end, sendable(end, request.sent, self.limits)))
             else:
-                self.book.move(request, Prefilled((First(one.token, one.logprob, one.top),)))
+                self.book.move(request, Prefilled(drawn_firsts(request, one)))

@@ -60,8 +60,12 @@ class Request:
     stops: frozenset[int]
     deadline: float
     source: Source | None = None
+    of_room: int | None = None  # one of several sequences: its client's room
+    index: int = 0  # which of them
     state: State = State.QUEUED
     blocks: list[int] = field(default_factory=list)  # replaced, never emptied: a step may read it
+    borrows: bool = False  # its last block is another's too: it is copied before it is written
+    copy_from: int = -1  # and was that one, until a step has copied it
     slot: int | None = None
     computed: int = 0  # leading tokens whose KV is in `blocks`
     cached_tokens: int = 0  # of `computed`, those that were found computed already
@@ -85,6 +89,11 @@ class Request:
     def said(self) -> int:
         """Output tokens so far."""
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def told_as(self) -> int:
+        """The room that its client knows."""
+        return self.room if self.of_room is None else self.of_room
 
     @property
     def left(self) -> int:
@@ -144,6 +153,8 @@ def from_submit(submit: Submit, key: int, eos: Collection[int], now: float) -> R
     if not 0 < submit.prompt_tokens <= len(tokens):
         raise BadRequest(f"prompt: {submit.prompt_tokens} of {len(tokens)} tokens")
     sampling = submit.sampling
+    if sampling.n > 1 and len(tokens) > submit.prompt_tokens:
+        raise BadRequest("n: an answer that is resumed is one sequence")
     ends = () if sampling.ignore_eos else eos
     return Request(
         key=key,
@@ -155,6 +166,7 @@ def from_submit(submit: Submit, key: int, eos: Collection[int], now: float) -> R
         stops=frozenset(sampling.stop_token_ids).union(ends),
         deadline=now + submit.time_left,
         source=submit.source,
+        of_room=submit.room if sampling.n > 1 else None,
         scoring=submit.scoring,
         is_trial=submit.is_trial,
         chain=Chain(submit.salt),

@@ -9,11 +9,13 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from pdrt.data.commands import AdmitReceiver
 from pdrt.data.events import SLOT_COMPLETE, FirstTokens, Received, SlotRecord, TransferEvent
-from pdrt.device.batch import Drawn, SeqStep
+from pdrt.device.batch import Draw, Drawn, SeqStep
+from pdrt.device.chance import seed_of
 from pdrt.messages import Output, Sampling, Source, Submit, pack_ids, pack_tops
 from pdrt.sched.blocks import Quarantine
 from pdrt.sched.book import Book, SchedStats
@@ -28,17 +30,22 @@ AWAY = Source(host="127.0.0.2", port=18800, dp_rank=0)
 VOCABULARY = 97
 
 
-def next_token(tokens: Sequence[int]) -> int:
+def next_token(tokens: Sequence[int], seed: int = 0) -> int:
     """A pure function of all tokens so far; never EOS, so that lengths are known."""
-    return 1 + zlib.crc32(pack_ids(list(tokens))) % (VOCABULARY - 1)
+    return 1 + (zlib.crc32(pack_ids(list(tokens))) + seed) % (VOCABULARY - 1)
 
 
-def answer(prompt: Sequence[int], count: int) -> list[int]:
+def answer(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
     """What a client must get, whatever happened on the way."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, seed))
     return tokens[len(prompt) :]
+
+
+def answers(prompt: Sequence[int], count: int, n: int, seed: int = 0) -> list[list[int]]:
+    """The same of each of its sequences."""
+    return [answer(prompt, count, seed_of(seed, index)) for index in range(n)]
 
 
 def submit(
@@ -54,6 +61,8 @@ def submit(
     ignore_eos: bool = True,
     stop: tuple[int, ...] = (),
     top: int = 0,
+    n: int = 1,
+    seed: int = 0,
 ) -> Submit:
     return Submit(
         room=room,
@@ -63,10 +72,12 @@ def submit(
         prompt_tokens=len(prompt),
         sampling=Sampling(
             max_tokens=max_tokens,
-            temperature=0,
+            temperature=0 if n == 1 else 1,
             ignore_eos=ignore_eos,
             stop_token_ids=stop,
             top_logprobs=top,
+            n=n,
+            seed=seed,
         ),
         time_left=time_left,
         source=source,
@@ -97,13 +108,22 @@ class FakeDevice:
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
         self.batches.append(tuple(batch))
         for step in batch:
+            if step.copy_from >= 0:
+                own = step.blocks[step.start // self.block_size]
+                self.pool[own] = list(self.pool[step.copy_from])
+        for step in batch:
             self.write(step.blocks, step.start, step.tokens)
-        return [self._draw(step) for step in batch if step.draw is not None]
+        return [self._drawn(step, step.draw) for step in batch if step.draw is not None]
 
-    def _draw(self, step: SeqStep) -> Drawn:
+    def _drawn(self, step: SeqStep, draw: Draw) -> Drawn:
+        further = tuple(self._draw(step, other) for other in step.further)
+        return replace(self._draw(step, draw), further=further)
+
+    def _draw(self, step: SeqStep, draw: Draw) -> Drawn:
         count = step.start + len(step.tokens)
-        token = self.script.get(count, next_token(self.read(step.blocks, count)))
-        top = ((token, -0.5),) if step.draw and step.draw.sampling.top_logprobs else ()
+        drawn = next_token(self.read(step.blocks, count), draw.sampling.seed)
+        token = self.script.get(count, drawn)
+        top = ((token, -0.5),) if draw.sampling.top_logprobs else ()
         return Drawn(step.key, token, -0.5, top)
 
 
@@ -131,6 +151,8 @@ class Rig:
         self.book = sched.book
         self.said: dict[int, list[int]] = {}
         self.ends: dict[int, list[str]] = {}
+        self.sequences: dict[tuple[int, int], list[int]] = {}  # room, index: what it said
+        self.finished: dict[tuple[int, int], list[str]] = {}
         self.outputs: list[Output] = []
         self.effects: list[Effect] = []
 
@@ -168,8 +190,14 @@ class Rig:
                 self._check_own(step.blocks[step.start // size : last + 1])
 
     def _check_own(self, blocks: Iterable[int]) -> None:
+        """One that only waits to be copied is as good as alone."""
         pool = self.book.blocks
-        assert all(pool.owners(b) == 1 and not pool.cache.knows(b) for b in blocks), blocks
+        alive = self.book.requests.values()
+        lent = Counter(r.blocks[-1] for r in alive if r.borrows)
+        lent.update(r.copy_from for r in alive)
+        for block in blocks:
+            assert pool.owners(block) - lent[block] == 1, block
+            assert not pool.cache.knows(block), block
 
     def drain(self) -> None:
         while self.book.outbox:
@@ -184,6 +212,12 @@ class Rig:
     def _hear(self, output: Output) -> None:
         assert output.attempt >= 0, "an output says which attempt it is of"
         self.outputs.append(output)
+        key = output.room, output.index
+        self.sequences.setdefault(key, []).extend(output.tokens)
+        if output.finish is not None:
+            self.finished.setdefault(key, []).append(output.finish)
+        if output.index and output.problem is None:
+            return
         self.said.setdefault(output.room, []).extend(output.tokens)
         if output.problem is not None:
             self.ends.setdefault(output.room, []).append(output.problem.code)
@@ -201,23 +235,28 @@ class Rig:
         return request.state if request else None
 
 
-def received(room: int, attempt: int, tokens: Sequence[int], token: int | None = None) -> Received:
+def received(
+    room: int, attempt: int, tokens: Sequence[int], token: int | None = None, seed: int = 0
+) -> Received:
     """The slot as an honest prefill rank writes it."""
-    drawn = next_token(tokens) if token is None else token
+    drawn = next_token(tokens, seed) if token is None else token
     record = SlotRecord(room, attempt, SLOT_COMPLETE, len(tokens), 0, drawn, -0.5)
     return Received(room, attempt, record)
 
 
-def first_tokens(room: int, attempt: int, tokens: Sequence[int], top: int = 0) -> FirstTokens:
+def first_tokens(
+    room: int, attempt: int, tokens: Sequence[int], top: int = 0, n: int = 1, seed: int = 0
+) -> FirstTokens:
     """What an honest prefill rank tells as soon as it has drawn."""
-    token = next_token(tokens)
-    tops = pack_tops([((token, -0.5),)]) if top else b""
-    return FirstTokens(room, attempt, (token,), (-0.5,), tops)
+    drawn = tuple(next_token(tokens, seed_of(seed, index)) for index in range(n))
+    tops = pack_tops([((token, -0.5),) for token in drawn]) if top else b""
+    return FirstTokens(room, attempt, drawn, (-0.5,) * n, tops)
 
 
 def check_books(book: Book) -> None:
     """Owners are counted right, a slot has one, and only those who may hold something do."""
     blocks = [b for r in book.requests.values() for b in r.blocks]
+    blocks += [r.copy_from for r in book.requests.values() if r.copy_from >= 0]
     slots = [r.slot for r in book.requests.values() if r.slot is not None]
     for _, held in book.quarantine:
         blocks += held.blocks
@@ -243,10 +282,20 @@ def check_books(book: Book) -> None:
         assert (request in list(book.line)) == in_line
     assert sum(len(q) for q in book.queues.values()) == len(book.requests) == len(book.rooms)
     assert len(book.timers) == len(book.requests)
+    for room, group in book.groups.items():
+        assert all(book.requests[key] is r and r.of_room == room for key, r in group.items())
+    assert sum(map(len, book.groups.values())) == sum(
+        r.of_room is not None for r in book.requests.values()
+    )
 
 
 def is_baseline(book: Book) -> bool:
     quarantine: Quarantine = book.quarantine
     return not (
-        book.blocks.used or book.slots.used or book.requests or book.rooms or len(quarantine)
+        book.blocks.used
+        or book.slots.used
+        or book.requests
+        or book.rooms
+        or book.groups
+        or len(quarantine)
     )

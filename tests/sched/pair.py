@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from pdrt.data.commands import (
     AbortReceiver,
@@ -26,6 +27,7 @@ from pdrt.data.events import (
     SendFailed,
 )
 from pdrt.data.transfer import Key
+from pdrt.device.chance import of_sequence
 from pdrt.errors import PdrtError
 from pdrt.messages import AskPrefill, Problem, Submit, unpack_ids
 from pdrt.sched.decode import DecodeDisaggScheduler
@@ -71,8 +73,19 @@ class Pair:
         self._admitted: dict[Key, AdmitReceiver] = {}
         self.rounds = self.blocks_moved = 0
 
-    def submit(self, room: int, prompt: list[int], max_tokens: int, salt: str = "") -> None:
-        message = submit(room, prompt, max_tokens=max_tokens, time_left=1000.0, salt=salt)
+    def submit(
+        self,
+        room: int,
+        prompt: list[int],
+        max_tokens: int,
+        salt: str = "",
+        *,
+        n: int = 1,
+        seed: int = 0,
+    ) -> None:
+        message = submit(
+            room, prompt, max_tokens=max_tokens, time_left=1000.0, salt=salt, n=n, seed=seed
+        )
         self._submits[room] = message
         self.decode.submit(message)
         self.prefill.submit(message)
@@ -180,12 +193,13 @@ class Pair:
             self.prefill.feed(SendEnded(*key, None))
 
     def _ask(self, ask: AskPrefill) -> None:
-        first = self._submits[ask.room]
+        first = self._submits[ask.room if ask.of_room < 0 else ask.of_room]
         tokens = unpack_ids(ask.tokens)
         prompt, said = tokens[: first.prompt_tokens], tokens[first.prompt_tokens :]
         again = submit(
             ask.room, prompt, said=said, attempt=ask.attempt, time_left=1000.0, salt=first.salt
         )
+        again = replace(again, sampling=of_sequence(first.sampling, ask.index))
         if self._refuses(ask) or not self._takes(again):
             self.decode.feed(ResumeLocally(ask.room))
 

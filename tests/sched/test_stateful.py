@@ -32,7 +32,7 @@ from pdrt.errors import PdrtError
 from pdrt.messages import AskPrefill, Problem
 from pdrt.sched.base import Scheduler
 from pdrt.sched.decode import DecodeDisaggScheduler
-from pdrt.sched.events import Cancelled, Order, Rebound, ResumeLocally
+from pdrt.sched.events import Cancelled, Order, Rebound, ResumeLocally, Stopped
 from pdrt.sched.limits import Limits
 from pdrt.sched.plan import Plan
 from pdrt.sched.prefill import PrefillDisaggScheduler
@@ -42,7 +42,7 @@ from tests.sched.fakes import (
     EOS,
     FakeDevice,
     Rig,
-    answer,
+    answers,
     check_books,
     first_tokens,
     is_baseline,
@@ -60,6 +60,7 @@ LIMITS = Limits(
     max_waiting=6,
     patience=2,
 )
+WELL = ("length", "stop", "prefilled")
 PROBLEM = Problem(code="peer_lost", message="gone")
 HOPELESS = Problem(code="prompt_mismatch", message="no")
 SETTINGS = settings(
@@ -81,6 +82,7 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.prompts: dict[int, list[int]] = {}
         self.wanted: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}  # sequences of each room
         self.open: Plan | None = None
         self.rooms = 0
         self.tries: dict[int, int] = {}
@@ -119,7 +121,7 @@ class World(RuleBasedStateMachine):
     def client_comes_with_a_room_again(self, pick: int, length: int, again: int) -> None:
         """Mostly as a new try; the old one is a mistake that must be refused while it lingers."""
         room = self.pick_room(pick)
-        if room not in self.rig.book.rooms:
+        if room <= self.rooms and not self.rig.book.members(room):
             held = {key for key, _ in self.rig.book.quarantine}
             lingers = (room, self.tries.get(room, 0) << 16) in held
             attempt = self.tries.get(room, 0) << 16 if lingers and not again else self.mint(room)
@@ -133,16 +135,42 @@ class World(RuleBasedStateMachine):
     def enter(self, room: int, attempt: int, length: int, count: int, left: float) -> None:
         prompt = [1 + (room % 3 + i) % 90 for i in range(length)]  # some begin alike
         top = room % 3 == 2
-        message = submit(room, prompt, attempt=attempt, max_tokens=count, time_left=left, top=top)
-        known = room in self.rig.book.rooms
+        n = self.sequences_of(room)
+        message = submit(
+            room,
+            prompt,
+            attempt=attempt,
+            max_tokens=count,
+            time_left=left,
+            top=top,
+            n=n,
+            seed=room if n > 1 else 0,
+        )
+        known = bool(self.rig.book.members(room))
         try:
             self.rig.submit(message)
         except PdrtError:
-            assert (room in self.rig.book.rooms) == known
+            assert bool(self.rig.book.members(room)) == known
             return
         self.rooms = max(self.rooms, room + 1)
         self.prompts[room], self.wanted[room] = prompt, count
+        self.sizes[room] = self.told_of(n)
         self.rig.said[room], self.rig.ends[room] = [], []
+        for index in range(self.sizes[room]):
+            self.rig.sequences[room, index], self.rig.finished[room, index] = [], []
+
+    def told_of(self, n: int) -> int:
+        """So many of n sequences are told their end here."""
+        return n
+
+    def sequences_of(self, room: int) -> int:
+        return 3 if room % 4 == 1 else 1
+
+    @rule(pick=picks, index=st.integers(0, 3))
+    def a_stop_string_ends_one_sequence(self, pick: int, index: int) -> None:
+        room = self.pick_room(pick)
+        request = self.rig.book.rooms.get(room)
+        self.rig.feed(Stopped(request.told_as if request else room, index))
 
     @rule(pick=picks)
     def client_leaves(self, pick: int) -> None:
@@ -179,8 +207,11 @@ class World(RuleBasedStateMachine):
     @invariant()
     def every_request_is_alive_or_was_told_its_end_once(self) -> None:
         for room in self.prompts:
-            alive = room in self.rig.book.rooms
-            assert len(self.rig.ends.get(room, [])) == (not alive), room
+            alive = bool(self.rig.book.members(room))
+            ends = [self.rig.finished[room, i] for i in range(self.sizes[room])]
+            problems = sum(end not in WELL for end in self.rig.ends[room])
+            assert all(len(end) <= 1 for end in ends), room
+            assert problems + all(ends) == (not alive), (room, ends, self.rig.ends[room])
 
     @invariant()
     def queues_are_bounded(self) -> None:
@@ -208,10 +239,12 @@ class Answers(World):
     @invariant()
     def what_was_said_is_the_beginning_of_the_answer(self) -> None:
         for room, prompt in self.prompts.items():
-            said, whole = self.rig.said[room], answer(prompt, self.wanted[room])
-            assert said == whole[: len(said)]
-            if self.rig.ends[room] == ["length"]:
-                assert said == whole
+            size, seed = self.sizes[room], room if self.sizes[room] > 1 else 0
+            for index, whole in enumerate(answers(prompt, self.wanted[room], size, seed)):
+                said = self.rig.sequences[room, index]
+                assert said == whole[: len(said)]
+                if self.rig.finished[room, index] == ["length"]:
+                    assert said == whole
 
 
 class HybridWorld(Answers):
@@ -291,20 +324,23 @@ class DecodeWorld(Answers):
 
     def tell_firsts(self, key: tuple[int, int]) -> None:
         request = self.rig.book.rooms.get(key[0])
-        tokens = [7] if request is None else request.tokens
-        self.rig.feed(first_tokens(*key, tokens, top=key[0] % 3 == 2))
+        if request is None:
+            self.rig.feed(first_tokens(*key, [7]))
+            return
+        s = request.sampling
+        self.rig.feed(first_tokens(*key, request.tokens, s.top_logprobs, s.n, s.seed))
 
     def arrive(self, key: tuple[int, int], *, twice: bool = False) -> None:
         admitted = self.writers.pop(key)
         request = self.rig.book.rooms.get(key[0])
-        tokens = [7] * admitted.prompt_tokens
+        tokens, seed = [7] * admitted.prompt_tokens, 0
         if request is not None and self.is_current(key):
-            tokens = list(request.tokens)
+            tokens, seed = list(request.tokens), request.sampling.seed
             if request.needs_firsts and not request.firsts:
                 self.tell_firsts(key)  # the data plane waits for them
         self.rig.device.write(admitted.blocks, 0, tokens[admitted.first_block * B :])
         for _ in range(1 + twice):
-            self.rig.feed(received(*key, tokens))
+            self.rig.feed(received(*key, tokens, seed=seed))
 
     @rule(pick=picks, attempt=attempts, problem=st.sampled_from([PROBLEM, HOPELESS]))
     def prefill_fails(self, pick: int, attempt: int, problem: Problem) -> None:
@@ -394,6 +430,9 @@ class PrefillWorld(World):
         self.complete: set[tuple[int, int]] = set()
         self.rig = Rig(PrefillDisaggScheduler(LIMITS, BLOCKS), FakeDevice(BLOCKS, B))
 
+    def told_of(self, n: int) -> int:
+        return 1
+
     def note(self) -> None:
         for effect in self.rig.take(ExpectHandshakes):
             assert isinstance(effect, ExpectHandshakes)
@@ -411,7 +450,8 @@ class PrefillWorld(World):
             self.reading.setdefault(key, []).append((effect.blocks, want))
             if effect.last is not None:
                 assert effect.last.kv_len == len(tokens)
-                assert effect.last.token == answer(tokens, 1)[0]
+                seed = effect.room if self.sequences_of(effect.room) > 1 else 0
+                assert effect.last.token == answers(tokens, 1, 1, seed)[0][0]
                 self.complete.add(key)
 
     def pick_key(self, pick: int) -> tuple[int, int] | None:

@@ -22,6 +22,7 @@ ANSWER_ANY: tuple[type, ...] = (
     transfer.ReceiverReady,
     transfer.PromptStarted,
     events.Cancelled,
+    events.Stopped,
     events.Rebound,
     events.ResumeLocally,
     events.Failed,
@@ -36,7 +37,9 @@ ANSWER_OWN: tuple[type, ...] = (
     events.Computed,
     events.FirstsTold,
     events.FirstsKept,
+    events.FirstStopped,
     events.EndedEarly,
+    events.Dropped,
     events.Arrived,
     events.TokenOut,
     events.LastToken,
@@ -86,7 +89,10 @@ def test_every_cell_of_the_answer_table_is_decided_once() -> None:
         ANSWER_STATES,
         """queued:Granted waiting:Granted transferring:TokenOut transferring:LastToken
         transferring:FirstsTold transferring:FirstsKept transferring:EndedEarly
-        transferring:Arrived transferring:Returned
+        transferring:FirstStopped transferring:Arrived transferring:Returned
+        running:FirstsTold running:EndedEarly running:Arrived
+        queued:Dropped bootstrapping:Dropped waiting:Dropped unbound:Dropped
+        transferring:Dropped running:Dropped
         running:Grown running:Computed running:TokenOut running:LastToken running:Retracted
         running:Returned done:Computed done:TokenOut done:LastToken""",
     )
