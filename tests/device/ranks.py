@@ -18,10 +18,11 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from pdrt import steps
 from pdrt.config import NodeConfig
 from pdrt.device import torchrunner  # noqa: F401 - so that it is there before the processes fork
 from pdrt.device.backends import open_runner
-from pdrt.device.batch import ELSEWHERE, Drawn, Runner, SeqStep
+from pdrt.device.batch import Drawn, Runner, SeqStep
 from pdrt.device.places import Rendezvous
 from pdrt.messages import KvLayout
 
@@ -138,4 +139,4 @@ def _own_bytes() -> int:
 
 
 def _untold(step: SeqStep) -> SeqStep:
-    return dataclasses.replace(step, draw=step.draw and ELSEWHERE)
+    return steps.unpack(steps.pack(1, [step]))[0]

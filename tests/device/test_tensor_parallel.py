@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pdrt.device.batch import Drawn, Runner, SeqStep
+from pdrt.device.batch import Drawn, Runner, Scoring, SeqStep
 from pdrt.messages import KvLayout, Sampling
 from tests.device import ranks, tiny
 from tests.device.loop import GREEDY, Loop
@@ -115,6 +116,34 @@ def test_a_group_says_and_keeps_what_one_rank_does(
         np.testing.assert_allclose(
             heads(one.pool, one.layout), whole[:, its.start : its.stop], rtol=1e-3, atol=1e-4
         )
+    assert not any(d for follower in said[1:] for d in follower.drawn)
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("llama_uneven_vocab", 4)])
+def test_a_group_scores_a_prompt_as_one_rank_does(
+    group: Ranks, tiny_model: Callable[[str], str], name: str, size: int
+) -> None:
+    """CASES 90: followers have a share in the logits, and are told how many rows are scored."""
+    runner, prompt = opened(tiny_model(name)), tiny.prompt(21)
+    loop = Loop(runner, blocks=BLOCKS)
+    first, beside = loop.sequence(prompt, 1), loop.sequence(prompt[:9], 1)
+    batches = [[beside.step(9)]]
+    for begin in range(0, 21, 8):
+        end = min(begin + 8, 21)
+        scoring = Scoring(prompt[begin + 1 : end + 1], 3)
+        first.computed = begin
+        batches.append([replace(first.step(8), scoring=scoring)])
+        first.computed = end
+    alone = [runner.execute(batch) for batch in batches]
+    said = group(size, as_rank, tiny_model(name), batches)
+    odds = [
+        [o for step in drawn for d in step for o in d.scored] for drawn in (said[0].drawn, alone)
+    ]
+    assert len(odds[0]) == 20
+    for one, other in zip(*odds, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+    assert tokens(said[0].drawn) == tokens(alone)
     assert not any(d for follower in said[1:] for d in follower.drawn)
 
 
