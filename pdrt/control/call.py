@@ -126,6 +126,7 @@ def submit_again(leader: Leader, body: PrefillAgain) -> Submit:
         prompt_tokens=body.prompt_tokens,
         sampling=body.sampling,
         time_left=body.time_left_s,
+        priority=body.priority,
         salt=body.cache_salt,
     )
 

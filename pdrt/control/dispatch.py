@@ -283,9 +283,13 @@ class DPDispatcher:
         self._tell(self._lanes[stream.dp_rank], message)
         stream.attempt = message.attempt
 
-    def resume_locally(self, room: int) -> None:
-        """Nobody else will prefill this retracted room. Raises NotFound, PeerLost."""
-        self._tell(self._lanes[self._stream(room).dp_rank], ResumeLocally(room=room))
+    def resume_locally(self, room: int, of_room: int = -1) -> None:
+        """Nobody else will prefill this retracted room, or this sequence's part of one.
+
+        Raises NotFound, PeerLost.
+        """
+        stream = self._stream(room if of_room < 0 else of_room)
+        self._tell(self._lanes[stream.dp_rank], ResumeLocally(room=room))
 
     def drain(self) -> None:
         """Nothing new from now on; what is in flight goes on."""

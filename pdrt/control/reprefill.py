@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from pdrt.control.bootstrap_client import BootstrapClient
 from pdrt.control.heartbeat import Time
 from pdrt.control.http import Json, error_from_answer, error_of_client
+from pdrt.device.chance import of_sequence
 from pdrt.errors import Conflict, NotFound, Unavailable
 from pdrt.keys import ClusterKey
 from pdrt.messages import (
@@ -101,8 +102,11 @@ class Reprefill:
             origin.end()
 
     async def ask(self, wanted: AskPrefill) -> None:
-        """Until decode's memory holds the room's tokens. Raises PdrtError."""
-        origin = self._origins.get(wanted.room)
+        """Until decode's memory holds the room's tokens. Raises PdrtError.
+
+        A sequence of a group is computed in a room of its own; its origin is the group's.
+        """
+        origin = self._origins.get(wanted.room if wanted.of_room < 0 else wanted.of_room)
         if origin is None:
             raise NotFound(f"room {wanted.room} is not in flight")
         limit = asyncio.timeout(None)
@@ -138,6 +142,7 @@ class Reprefill:
 
     def _body(self, wanted: AskPrefill, origin: Origin, left: float) -> Json:
         submit = origin.submit
+        sampling = of_sequence(submit.sampling, wanted.index)
         expires = self._wall() + left
         return {
             "bootstrap_room": wanted.room,
@@ -146,7 +151,8 @@ class Reprefill:
             "cache_salt": submit.salt,
             "input_ids": unpack_ids(wanted.tokens),
             "prompt_tokens": submit.prompt_tokens,
-            "sampling": _SAMPLING.dump_python(submit.sampling, mode="json"),
+            "sampling": _SAMPLING.dump_python(sampling, mode="json"),
+            "priority": submit.priority,
             "time_left_s": left,
             "disagg_prefill_dp_rank": origin.source.dp_rank,
             "transfer_token": self._key.room_token(wanted.room, wanted.attempt, expires),

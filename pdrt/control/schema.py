@@ -231,6 +231,7 @@ class PrefillAgain(BaseModel):
     request_id: Annotated[str, Field(min_length=1, max_length=128)] = "retracted"
     cache_salt: Annotated[str, Field(max_length=512)] = ""
     disagg_prefill_dp_rank: Annotated[int, Field(ge=-1, lt=1 << 20)] = -1
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
 
 # OpenAI's fields that this version does not serve, with the values that ask for nothing; in

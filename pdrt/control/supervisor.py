@@ -206,14 +206,15 @@ class Supervisor(Actor[Mail]):
             await self._parts.side.prefill_again(wanted)
         except PdrtError as error:
             self._log.warning("reprefill_failed", room=wanted.room, reason=str(error))
-            self._resume_locally(wanted.room)
+            self._resume_locally(wanted)
 
-    def _resume_locally(self, room: int) -> None:
+    def _resume_locally(self, wanted: messages.AskPrefill) -> None:
         try:
-            self._work.resume_locally(room)
+            self._work.resume_locally(wanted.room, wanted.of_room)
         except (NotFound, PeerLost):
             return  # it has ended meanwhile
         except Overloaded as error:  # it must not wait for what will never come
+            room = wanted.room if wanted.of_room < 0 else wanted.of_room
             self._work.abort(room, str(error))
 
     # What follows.

@@ -508,6 +508,8 @@ async def test_a_rebind_goes_to_the_rooms_worker() -> None:
         rig.dispatcher.rebind(replace(rebind, room=2))
     with pytest.raises(NotFound):
         rig.dispatcher.resume_locally(2)
+    rig.dispatcher.resume_locally(99, of_room=1)  # one of its sequences
+    assert rig.links[1].told[-1] == ResumeLocally(room=99)
 
 
 @pytest.mark.parametrize("kind", [Overloaded, PeerLost])

@@ -15,6 +15,7 @@ from pdrt.control.heartbeat import Time
 from pdrt.control.http import Json
 from pdrt.control.order import parse_prefill_again
 from pdrt.control.reprefill import Reprefill
+from pdrt.device.chance import seed_of
 from pdrt.errors import Conflict, NotFound, Overloaded, PdrtError, Unavailable
 from pdrt.keys import ClusterKey
 from pdrt.messages import (
@@ -44,22 +45,26 @@ class Rig:
         time = Time(self.time.clock, self.time.sleep)
         self.reprefill = Reprefill(session, KEY, 1.0, time, lambda: WALL)
 
-    def submit(self, room: int = 7, attempt: int = 0, source: Source | None = None) -> None:
+    def submit(
+        self, room: int = 7, attempt: int = 0, source: Source | None = None, n: int = 1
+    ) -> None:
         message = Submit(
             room=room,
             attempt=attempt,
             request_id="id-1",
             tokens=pack_ids([1, 2, 3]),
             prompt_tokens=3,
-            sampling=Sampling(max_tokens=9, seed=5),
+            sampling=Sampling(max_tokens=9, seed=5, n=n),
             time_left=30.0,
+            priority=3,
             source=source or self.source,
             salt="tenant",
         )
         self.reprefill.told(RANK, message)
 
-    async def ask(self, room: int = 7, attempt: int = 1) -> None:
-        wanted = AskPrefill(room=room, attempt=attempt, tokens=pack_ids([1, 2, 3, 4]))
+    async def ask(self, room: int = 7, attempt: int = 1, of_room: int = -1, index: int = 0) -> None:
+        tokens = pack_ids([1, 2, 3, 4])
+        wanted = AskPrefill(room=room, attempt=attempt, tokens=tokens, of_room=of_room, index=index)
         await self.reprefill.ask(wanted)
 
 
@@ -115,6 +120,23 @@ async def test_the_prefill_leader_is_asked_with_all_it_needs() -> None:
         assert (order.time_left_s, order.disagg_prefill_dp_rank) == (30.0, 3)
         assert KEY.is_room_token(order.transfer_token, 7, 1, WALL + 29)
         assert KEY.is_bearer(leader.headers[0])
+
+
+async def test_a_sequence_of_a_group_is_computed_alone_and_where_its_room_was() -> None:
+    """CASES 65: with its own seed, in a room of its own, by the rank that had the prompt."""
+    async with rigged() as (rig, leader):
+        rig.submit(n=3)
+        await rig.ask(room=4242, of_room=7, index=2)
+        rig.reprefill.told(RANK, AbortRoom(room=7, reason="stop", index=1))  # another goes on
+        await rig.ask(room=4243, of_room=7, index=1)
+        first, second = (parse_prefill_again(asked) for asked in leader.asked)
+        assert (first.bootstrap_room, first.disagg_prefill_dp_rank) == (4242, 3)
+        assert first.sampling == Sampling(max_tokens=9, seed=seed_of(5, 2))
+        assert second.sampling == Sampling(max_tokens=9, seed=seed_of(5, 1))
+        assert first.priority == 3
+        assert KEY.is_room_token(first.transfer_token, 4242, 1, WALL + 29)
+        with pytest.raises(NotFound):
+            await rig.ask(room=4242, of_room=8)
 
 
 async def test_after_a_rebind_the_new_source_is_asked() -> None:
