@@ -21,7 +21,7 @@ from pdrt.device.batch import SeqStep
 from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
 from pdrt.device.linear import Linear
-from pdrt.device.models.blocks import FeedForward, Reader, rms_norm
+from pdrt.device.models.blocks import FeedForward, Reader, packed, rms_norm
 from pdrt.device.models.experts import feed_forward
 from pdrt.device.models.vocabulary import Vocabulary, vocabulary
 from pdrt.device.rope import frequencies, rotate_
@@ -94,7 +94,7 @@ def load(shard: Shard, weights: Checkpoint, dtype: torch.dtype, device: str) -> 
     """Read the shard's weights. Raises ConfigError when they do not fit the spec."""
     spec, read = shard.spec, Reader(weights, dtype, device)
     words = vocabulary(shard, read)
-    layers = [_layer(shard, read, i) for i in range(spec.layers)]
+    layers = [packed(_layer(shard, read, i)) for i in range(spec.layers)]
     norm = read.tensor("model.norm.weight", spec.hidden)
     weights.finish()
     return Llama(shard, words, layers, norm)

@@ -18,11 +18,16 @@ from pdrt.device.shard import Run, Shard
 
 
 class Vocabulary:
-    """`embedding` and `head` are [rows, hidden], as many rows on each rank; tied, they are one."""
+    """`embedding` and `head` are [rows, hidden], as many rows on each rank.
+
+    Tied, they are one, which stays as it is; else the head is packed.
+    """
 
     def __init__(self, shard: Shard, embedding: Tensor, head: Tensor) -> None:
-        self._shard, self.embedding, self.head = shard, embedding, head
+        self._shard, self.embedding = shard, embedding
         self._judge = Linear(head)
+        if head is not embedding:
+            self._judge.pack()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -31,6 +36,10 @@ class Vocabulary:
     @property
     def device(self) -> torch.device:
         return self.embedding.device
+
+    @property
+    def head(self) -> Tensor:
+        return self._judge.weight
 
     def embed(self, tokens: Tensor, group: Collective) -> Tensor:
         """[tokens, hidden], the same on every rank."""
