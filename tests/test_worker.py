@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,21 @@ async def test_figures_and_refusals_come_during_a_long_step(tmp_path: Path) -> N
         (refused,) = await rig.outputs()
         assert refused.problem is not None
         assert (refused.problem.code, refused.problem.stage) == ("conflict", "hybrid")
+        await rig.tell(messages.AbortRoom(room=7, reason="client_gone"))
+        while (await rig.until(Stats)).rooms:
+            pass
+
+
+async def test_one_of_several_sequences_can_be_stopped(tmp_path: Path) -> None:
+    async with rigged(tmp_path) as rig:
+        await rig.until(Ready)
+        three = submit(7)
+        await rig.tell(replace(three, sampling=replace(three.sampling, n=3, max_tokens=500)))
+        said = [one for one in (await rig.until(Outputs)).items if one.index == 1]
+        await rig.tell(messages.AbortRoom(room=7, reason="stop", index=1))
+        while not any(one.finish for one in said):
+            said += [one for one in (await rig.until(Outputs)).items if one.index == 1]
+        assert said[-1].finish == "stop"
         await rig.tell(messages.AbortRoom(room=7, reason="client_gone"))
         while (await rig.until(Stats)).rooms:
             pass

@@ -128,7 +128,7 @@ async def test_a_stream_says_what_the_whole_answer_says(cluster: Cluster) -> Non
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": "x", "sampling_params": {"temprature": 1}}, 400, "temprature"),
         ({"prompt": "x", "max_new_tokens": 5}, 400, "max_new_tokens"),
-        ({"prompt": "x", "sampling_params": {"n": 2}}, 400, "n"),
+        ({"prompt": "x", "sampling_params": {"n": 0}}, 400, "n"),
         ({"prompt": [1] * 32768, "sampling_params": {"max_tokens": 1}}, 400, "32768"),
         ({"prompt": [999]}, 400, "999"),
         ({"prompt": [1] * 10000, "sampling_params": {"max_tokens": 9000}}, 400, "9000"),
