@@ -97,9 +97,9 @@ class CurveContext:
             raise OSError(error.errno, f"{endpoint}: {error.strerror}") from error
 
     def close(self) -> None:
-        """When all its sockets are closed."""
+        """With whatever sockets it still has."""
         self._zap.close(linger=0)
-        self.context.term()
+        self.context.destroy(linger=0)
 
 
 def _be_lively(socket: Socket) -> None:

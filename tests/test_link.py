@@ -218,9 +218,12 @@ async def test_a_connection_that_is_over_is_not_made_again_behind_our_back() -> 
             await far.hung_up()
         host, port = endpoint.removeprefix("tcp://").split(":")
         called = asyncio.Event()
-        server = await asyncio.start_server(
-            lambda _r, w: (called.set(), w.close()), host, int(port)
-        )
+
+        def knock(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            called.set()
+            writer.close()
+
+        server = await asyncio.start_server(knock, host, int(port))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.4):
                 await called.wait()

@@ -88,6 +88,8 @@ class Uplink:
         """Raises ConfigError when the leader will never have us."""
         while not self._is_leaving:
             welcome = await self._welcomed()
+            if self._is_leaving:
+                return
             link: Link[ToNode, FromNode] = Link(
                 self._net.context, messages.TO_NODE, messages.FROM_NODE
             )
