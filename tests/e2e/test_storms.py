@@ -56,6 +56,34 @@ async def test_a_decode_pool_too_small_for_the_load_only_delays(cluster: Cluster
     await cluster.until_baseline()
 
 
+async def test_groups_in_a_decode_pool_too_small_for_them_only_wait(cluster: Cluster) -> None:
+    """CASES 13, 67, 69, 71: 8 times 4 answers of up to 15 blocks each in 40 blocks."""
+    rng = random.Random(9)
+    bodies = [
+        {
+            "prompt": [rng.randrange(256) for _ in range(rng.randrange(1, 120))],
+            "sampling_params": {
+                "n": 4,
+                "max_tokens": rng.randrange(20, 120),
+                "temperature": 0.7,
+                "seed": seed,
+                "ignore_eos": True,
+            },
+        }
+        for seed in range(8)
+    ]
+    before = await counter(cluster, "retractions")
+    answers = await asyncio.gather(*(cluster.post("/generate", body) for body in bodies))
+    for body, answer in zip(bodies, answers, strict=True):
+        whole = await cluster.post("/generate", body, cluster.nodes["hybrid0"].url)
+        assert answer.status == whole.status == 200, (answer.body, whole.body)
+        assert len(answer.body["outputs"]) == 4
+        assert answer.body["outputs"] == whole.body["outputs"]
+    assert await counter(cluster, "retractions") > before, "the pool was meant to be too small"
+    assert await counter(cluster, "prompt_tokens_computed") == 0, "decode runs no prompt tokens"
+    await cluster.until_baseline()
+
+
 async def counter(cluster: Cluster, event: str) -> float:
     """Of the decode worker."""
     assert cluster.http is not None
