@@ -118,6 +118,47 @@ async def test_more_odds_than_are_told_are_refused_by_name(cluster: Cluster) -> 
     await cluster.until_baseline()
 
 
+async def test_several_answers_have_their_own_odds_after_one_prompt(cluster: Cluster) -> None:
+    assert cluster.http is not None
+    body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "n": 3, "max_tokens": 7, "seed": 4}
+    body |= {"temperature": 0.9, "ignore_eos": True}
+    pair, alone = await both(cluster, "/v1/completions", body)
+    assert pair == alone
+    assert [choice["index"] for choice in pair["choices"]] == [0, 1, 2]
+    assert len({choice["text"] for choice in pair["choices"]}) == 3
+    assert pair["usage"]["completion_tokens"] == 21
+    one, _ = await both(cluster, "/v1/completions", {**body, "n": 1})
+    assert pair["choices"][0] == one["choices"][0]  # the first is the one that is alone
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async with cluster.http.post(f"{cluster.url}/v1/completions", json=asked) as response:
+        chunks = streamed((await response.read()).decode())
+    for index, choice in enumerate(pair["choices"]):
+        own = [
+            {"choices": [c]} for chunk in chunks for c in chunk["choices"] if c["index"] == index
+        ]
+        assert "".join(c["choices"][0]["text"] for c in own) == choice["text"]
+        assert columns(own) == choice["logprobs"]
+        assert own[-1]["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["usage"] == pair["usage"]
+    await cluster.until_baseline()
+
+
+async def test_a_stop_string_ends_one_answer_and_the_others_go_on(cluster: Cluster) -> None:
+    """CASES 86: also when it is complete with the first token, which prefill drew."""
+    body: dict[str, Any] = {"prompt": "abc", "n": 4, "max_tokens": 20, "seed": 3}
+    body |= {"temperature": 0.9, "ignore_eos": True}
+    plain, _ = await both(cluster, "/v1/completions", body)
+    texts = [choice["text"] for choice in plain["choices"]]
+    for stop in (texts[1][0], texts[2][4:6]):
+        pair, alone = await both(cluster, "/v1/completions", {**body, "stop": stop})
+        assert pair == alone
+        for choice, text in zip(pair["choices"], texts, strict=True):
+            at = text.find(stop)
+            assert choice["text"] == (text if at < 0 else text[:at])
+            assert choice["finish_reason"] == ("length" if at < 0 else "stop")
+    await cluster.until_baseline()
+
+
 async def test_the_official_client_reads_them(cluster: Cluster) -> None:
     async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
         model = (await client.models.list()).data[0].id
