@@ -48,8 +48,10 @@ def pool(shape: Latent = SHAPE) -> tuple[KvPool, torch.Tensor]:
 
 
 def ups(shape: Latent) -> list[Up]:
-    rows = shape.nope_dim + shape.v_dim
-    return [Up(torch.randn(HEADS, rows, shape.kv_lora), shape) for _ in range(LAYERS)]
+    def part(rows: int) -> torch.Tensor:
+        return torch.randn(HEADS, rows, shape.kv_lora)
+
+    return [Up(part(shape.nope_dim), part(shape.v_dim), shape) for _ in range(LAYERS)]
 
 
 def test_a_latent_lies_in_a_block_as_the_layout_says() -> None:
@@ -81,12 +83,12 @@ def naive(q: torch.Tensor, latents: torch.Tensor, up: Up, start: int) -> torch.T
     low, turned = latents[:, : shape.kv_lora].double(), latents[:, shape.kv_lora :].double()
     out = torch.empty(len(q), HEADS, shape.v_dim, dtype=torch.float64)
     for head in range(HEADS):
-        both = low @ up.weight[head].double().T
-        keys = torch.cat([both[:, : shape.nope_dim], turned], dim=1)
+        nope, values = (low @ part[head].double().T for part in (up.keys, up.values))
+        keys = torch.cat([nope, turned], dim=1)
         scores = q[:, head].double() @ keys.T * SCALE
         is_later = torch.arange(end) > torch.arange(start, start + len(q))[:, None]
         odds = scores.masked_fill(is_later, -torch.inf).softmax(-1)
-        out[:, head] = odds @ both[:, shape.nope_dim :]
+        out[:, head] = odds @ values
     return out.flatten(1).float()
 
 
@@ -106,12 +108,13 @@ class Sequences:
                 block, offset = divmod(position, BLOCK)
                 self._whole[table[block], 0, :, 0, offset] = row
 
-    def wave(self) -> Wave:
+    def wave(self, cache_bytes: int) -> Wave:
         steps = [
             SeqStep(key, [0] * new, start, table, None)
             for key, ((start, new), table) in enumerate(zip(self.spans, self._tables, strict=True))
         ]
-        return lay_out(steps, self.pool, LatentLayouts(self.pool, torch.float32, self.ups, SCALE))
+        layouts = LatentLayouts(self.pool, FULL, self.ups, SCALE, cache_bytes)
+        return lay_out(steps, self.pool, layouts)
 
     def row(self, wave: Wave, sequence: int) -> int:
         """Where its new tokens begin: positions and latents tell sequences apart."""
@@ -122,6 +125,7 @@ class Sequences:
         return first
 
 
+@pytest.mark.parametrize("cache_bytes", [1, 1 << 20], ids=["one by one", "at once"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
     "spans",
@@ -134,11 +138,11 @@ class Sequences:
     ids=["a first token", "a prompt", "decode steps", "all together"],
 )
 def test_each_row_attends_to_its_own_past_alone(
-    shape: Latent, spans: list[tuple[int, int]]
+    shape: Latent, spans: list[tuple[int, int]], cache_bytes: int
 ) -> None:
     torch.manual_seed(3)
     sequences = Sequences(shape, spans)
-    wave = sequences.wave()
+    wave = sequences.wave(cache_bytes)
     rows = len(wave.tokens)
     q = torch.randn(rows, HEADS, shape.nope_dim + shape.rope_dim)
     firsts = [sequences.row(wave, number) for number in range(len(spans))]

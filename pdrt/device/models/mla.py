@@ -176,4 +176,6 @@ def _up(shard: Shard, read: Reader, at: str) -> Up:
     latent = latent_of(shard.spec)
     rows = shard.heads * (latent.nope_dim + latent.v_dim)
     up = read.fused(at, {"kv_b_proj": rows}, Run.all_of(latent.kv_lora))
-    return Up(up.weight.view(len(shard.heads), -1, latent.kv_lora), latent)
+    by_head = up.weight.view(len(shard.heads), -1, latent.kv_lora)
+    keys, values = by_head[:, : latent.nope_dim], by_head[:, latent.nope_dim :]
+    return Up(keys.contiguous(), values.contiguous(), latent)
