@@ -67,7 +67,7 @@ class Work(Protocol):
 
     def abort(self, room: int, reason: str) -> None: ...
 
-    def resume_locally(self, room: int) -> None:
+    def resume_locally(self, room: int, of_room: int = -1) -> None:
         """Raises NotFound, PeerLost or Overloaded."""
         ...
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pdrt.device.chance import seed_of
 from tests.e2e.cluster import Answer, Cluster, Tables
 from tests.e2e.colocated import Colocated
 
@@ -50,6 +51,19 @@ async def test_groups_answer_as_one_rank_does(cluster: Cluster) -> None:
         assert answer.ids == ALONE.answer(prompt, SAMPLING)
     for name in ("prefill0", "decode0"):
         await has_two_ranks(cluster, name)
+    await cluster.until_baseline()
+
+
+async def test_groups_answer_with_several_sequences_as_one_rank_does(cluster: Cluster) -> None:
+    """Each rank copies its own part of the prompt's last block."""
+    sampling = {**SAMPLING, "n": 3, "temperature": 0.9, "seed": 5}
+    for length in (5, 16, 40):
+        prompt = [length, 7, 99, 3, 1] * (length // 5) + [2] * (length % 5)
+        body = {"prompt": prompt, "sampling_params": sampling}
+        whole = (await cluster.post("/generate", body)).body
+        said = [one["output_ids"] for one in whole["outputs"]]
+        alone = [{**sampling, "n": 1, "seed": seed_of(5, index)} for index in range(3)]
+        assert said == [ALONE.answer(prompt, one) for one in alone]
     await cluster.until_baseline()
 
 
