@@ -37,7 +37,8 @@ def value(hint: Any, bounds: dict[str, Any] | None = None) -> Strategy:
     bounds = bounds or {}
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return value(arguments[0], bounds | _bounds(arguments[1:]))
+        is_union = any("discriminator" in repr(each) for each in arguments[1:])
+        return any_of(hint) if is_union else value(arguments[0], bounds | _bounds(arguments[1:]))
     if origin is Literal:
         return st.sampled_from(arguments)
     if origin in (Union, types.UnionType):

@@ -45,6 +45,8 @@ DIRECTIONS: dict[str, tuple[TypeAdapter[Any], object]] = {
     "from prefill": (FROM_PREFILL, messages.FromPrefill),
     "to worker": (TO_WORKER, messages.ToWorker),
     "from worker": (FROM_WORKER, messages.FromWorker),
+    "from node": (messages.FROM_NODE, messages.FromNode),
+    "to node": (messages.TO_NODE, messages.ToNode),
 }
 ADAPTERS = [adapter for adapter, _ in DIRECTIONS.values()]
 PEERS = [FROM_DECODE, FROM_PREFILL]

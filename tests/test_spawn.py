@@ -65,6 +65,26 @@ def test_a_spec_comes_through_whole_while_the_pipe_stays_open(pipe: tuple[int, i
     assert found.title == "pdrt worker decode dp1 cp0 tp0"
 
 
+@pytest.mark.parametrize(
+    ("tp", "per_node", "node", "rank", "far_followers", "is_head_far"),
+    [
+        (4, 4, 0, Rank(tp=1), [], False),
+        (4, 2, 0, Rank(tp=0), [2, 3], False),
+        (4, 2, 1, Rank(tp=3), [1], True),
+        (4, 1, 0, Rank(tp=0), [1, 2, 3], False),
+        (2, 2, 1, Rank(dp=1, tp=1), [], False),
+    ],
+)
+def test_a_worker_knows_which_of_its_group_are_on_other_nodes(
+    tp: int, per_node: int, node: int, rank: Rank, far_followers: list[int], is_head_far: bool
+) -> None:
+    parallel = {"world_size": 4, "tp": tp, "dp": 4 // tp, "devices_per_node": per_node}
+    ips = [f"127.0.0.{n + 1}" for n in range(4 // per_node)]
+    config = check(NodeConfig, {"parallel": {**parallel, "ips": ips}}, "test")
+    made = spec().model_copy(update={"config": config, "rank": rank, "node": node})
+    assert (made.far_followers, made.is_head_far) == (far_followers, is_head_far)
+
+
 @pytest.mark.parametrize("line", [b"", b"half a line", b"{}\n", b"no json\n", b"\xff\n"])
 def test_anything_else_is_refused(pipe: tuple[int, int], line: bytes) -> None:
     reader, writer = pipe
