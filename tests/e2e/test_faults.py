@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 STEP_S = 0.03
 SETTINGS: Tables = {
     "device": {"kind": "null", "step_ms": STEP_S * 1000},
-    "scheduler": {"max_prefill_tokens": 32, "kv_memory": 1 << 20},
+    "scheduler": {"max_prefill_tokens": 32, "kv_memory": 1 << 20, "prefix_cache": False},
 }
 PROMPT = list(range(256)) * 2  # 16 chunks: half a second of prefill
 TOKENS = 16  # half a second of decode

@@ -19,7 +19,7 @@ from tests.e2e.multinode import Spread
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 SETTINGS: Tables = {
     "device": {"kind": "null", "step_ms": 20},
-    "scheduler": {"max_prefill_tokens": 32, "kv_memory": 1 << 20},
+    "scheduler": {"max_prefill_tokens": 32, "kv_memory": 1 << 20, "prefix_cache": False},
     "timeouts": {"drain_s": 20.0, "request_s": 30.0},
 }
 PROMPT = list(range(256)) * 3  # 24 chunks: half a second of prefill

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 TWO: Tables = {"parallel": {"world_size": 2, "tp": 2, "devices_per_node": 2}}
 SETTINGS: Tables = {
     "device": {"kind": "null", "step_ms": 20},
-    "scheduler": {"max_prefill_tokens": 32, "kv_memory": 1 << 20},
+    "scheduler": {"max_prefill_tokens": 32, "kv_memory": 1 << 20, "prefix_cache": False},
 }
 PROMPT = list(range(256)) * 3  # 24 chunks: half a second of prefill
 SAMPLING = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}  # half a second of decode

@@ -24,7 +24,7 @@ from tests.e2e.colocated import Colocated
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
 SETTINGS: Final[Tables] = {
     "device": {"kind": "null", "step_ms": 10},
-    "scheduler": {"max_prefill_tokens": 32, "kv_memory": 1 << 20},
+    "scheduler": {"max_prefill_tokens": 32, "kv_memory": 1 << 20, "prefix_cache": False},
 }
 PACKAGES: Final[dict[TransportName, str]] = {
     "tcp": "pdrt",
