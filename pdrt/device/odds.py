@@ -20,9 +20,9 @@ from pdrt.messages import Top
 MOST_LOGITS: Final = 1 << 24  # at once: 64 MiB of float32
 
 
-def spans(rows: int, vocab: int) -> Iterator[slice]:
+def spans(rows: int, vocab: int, most: int = MOST_LOGITS) -> Iterator[slice]:
     """The rows, so many at a time as may be held."""
-    size = max(1, MOST_LOGITS // vocab)
+    size = max(1, most // vocab)
     for first in range(0, rows, size):
         yield slice(first, min(first + size, rows))
 
@@ -55,6 +55,7 @@ def score(
     hidden: Tensor,
     vocab: int,
     logits_of: Callable[[Tensor], Tensor | None],
+    most: int = MOST_LOGITS,
 ) -> list[tuple[Odds, ...]]:
     """For each step the odds of its targets, none where it has no `scoring`.
 
@@ -65,7 +66,7 @@ def score(
     targets = [target for scoring in asked for target in scoring.targets]
     counts = [scoring.top for scoring in asked for _ in scoring.targets]
     found = list[Odds]()
-    for part in spans(len(targets), vocab):
+    for part in spans(len(targets), vocab, most):
         logits = logits_of(hidden[part])
         if logits is not None:
             found += odds(logits.cpu(), targets[part], counts[part])

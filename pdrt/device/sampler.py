@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdrt.device.batch import Draw, Drawn, SeqStep
 from pdrt.device.chance import uniform
-from pdrt.device.odds import spans, tops
+from pdrt.device.odds import MOST_LOGITS, spans, tops
 from pdrt.messages import Sampling, Top
 
 _Told: TypeAlias = tuple[int, float, Top]
@@ -26,25 +26,25 @@ _Told: TypeAlias = tuple[int, float, Top]
 FIRST_LOOK = 256  # the likeliest tokens that top_p looks at before it sorts the vocabulary
 
 
-def answer(logits: Tensor, steps: Sequence[SeqStep]) -> list[Drawn]:
+def answer(logits: Tensor, steps: Sequence[SeqStep], most: int = MOST_LOGITS) -> list[Drawn]:
     """What each step draws from its row of logits: its own token, and those of its group."""
     draws = [[d for d in (step.draw, *step.further) if d is not None] for step in steps]
     if all(len(own) == 1 for own in draws):
         told = iter(_told(logits, [own[0] for own in draws]))
     else:
-        told = iter(_told_apart(logits, draws))
+        told = iter(_told_apart(logits, draws, most))
     return [
         _drawn(step.key, list(islice(told, len(own))))
         for step, own in zip(steps, draws, strict=True)
     ]
 
 
-def _told_apart(logits: Tensor, draws: Sequence[Sequence[Draw]]) -> list[_Told]:
+def _told_apart(logits: Tensor, draws: Sequence[Sequence[Draw]], most: int) -> list[_Told]:
     """Several draws from a row, each with a copy of it for itself, not too many at once."""
     rows = [row for row, own in enumerate(draws) for _ in own]
     flat = [d for own in draws for d in own]
     found: list[_Told] = []
-    for part in spans(len(rows), logits.shape[1]):
+    for part in spans(len(rows), logits.shape[1], most):
         found += _told(logits[rows[part]], flat[part])
     return found
 

@@ -22,7 +22,7 @@ from pdrt.device.torchrunner import TorchRunner
 from pdrt.messages import Sampling
 from pdrt.modelspec import ModelSpec
 from tests.device.loop import GREEDY, Loop, Sequence_
-from tests.device.tiny import VOCAB, make, prompt
+from tests.device.tiny import make, prompt
 
 CLOSE = 1e-3
 
@@ -85,14 +85,10 @@ def test_each_prompt_token_is_scored_as_transformers_scores_it(
     assert found[-1].token == int(want[-1].argmax())
 
 
-def test_scoring_is_the_same_in_slices_and_in_company(
-    pair: tuple[TorchRunner, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many rows a step has, only some of their logits are held at once."""
+def test_scoring_is_the_same_in_company(pair: tuple[TorchRunner, Any]) -> None:
     runner, _ = pair
     one, tokens = Loop(runner), prompt(20)
     (alone,) = scored_chunks(one, one.sequence(tokens, 1), 512, 2)
-    monkeypatch.setattr(odds, "MOST_LOGITS", 3 * VOCAB)
     beside = one.sequence(prompt(9, seed=3), 2)
     one.run([beside], 1)
     asked = one.sequence(tokens, 1)
@@ -112,18 +108,20 @@ def test_scoring_is_the_same_in_slices_and_in_company(
     assert [o.top for o in drawn[2].scored] == [()] * 4
 
 
-def test_no_more_logits_are_held_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(odds, "MOST_LOGITS", 25)
+def test_no_more_logits_are_held_than_may_be_and_none_is_missed() -> None:
+    logits = torch.randn(5, 10, generator=torch.Generator().manual_seed(1))
     asked = list[int]()
 
     def logits_of(rows: torch.Tensor) -> torch.Tensor:
         asked.append(len(rows))
-        return torch.zeros(len(rows), 10)
+        return rows
 
-    step = SeqStep(1, [1] * 5, 0, [0], None, scoring=Scoring([2] * 5, 1))
-    (found,) = odds.score([step], torch.zeros(5, 4), 10, logits_of)
+    step = SeqStep(1, [1] * 5, 0, [0], None, scoring=Scoring([2, 3, 4, 5, 6], 1))
+    (found,) = odds.score([step], logits, 10, logits_of, most=25)
     assert asked == [2, 2, 1]
-    assert [o.logprob for o in found] == pytest.approx([-math.log(10)] * 5)
+    want = logits.log_softmax(-1)[range(5), [2, 3, 4, 5, 6]].tolist()
+    assert [o.logprob for o in found] == pytest.approx(want)
+    assert [found] == odds.score([step], logits, 10, lambda rows: rows)
 
 
 def test_a_rank_that_does_not_draw_computes_the_same_rows_and_says_nothing() -> None:
@@ -163,13 +161,11 @@ def test_what_was_drawn_has_its_tops_and_so_has_each_of_its_group() -> None:
     assert (single.top, single.further, single.token) == ((), (), int(want[1].argmax()))
 
 
-def test_a_group_of_many_is_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_many_is_drawn_in_parts() -> None:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3))
     draws = [Draw(Sampling(seed=seed), [1], 1) for seed in range(9)]
     step = SeqStep(1, [3], 2, [0], draws[0], further=tuple(draws[1:]))
-    whole = sampler.answer(logits, [step])
-    monkeypatch.setattr(odds, "MOST_LOGITS", 100)
-    assert sampler.answer(logits, [step]) == whole
+    assert sampler.answer(logits, [step], most=100) == sampler.answer(logits, [step])
 
 
 def test_odds_of_broken_logits_are_no_numbers() -> None:
