@@ -23,6 +23,7 @@ from pdrt.keys import ClusterKey
 from pdrt.messages import Drain, Rank
 from pdrt.node import Node, check_served
 from pdrt.spawn import WorkerSpec
+from tests.e2e.cluster import fresh_ip
 from tests.fake_worker import FakeWorker
 
 KEY = ClusterKey(b"the key of a test cluster")
@@ -38,11 +39,13 @@ def config(**tables: Any) -> NodeConfig:
 class Rig:
     """`live()` as a task, what it logs, and its workers."""
 
-    def __init__(self, role: Role, settings: NodeConfig, session: ClientSession) -> None:
-        self.session = session
+    def __init__(
+        self, role: Role, settings: NodeConfig, session: ClientSession, index: int = 0
+    ) -> None:
+        self.session, self.settings = session, settings
         self.workers: list[FakeWorker] = []
         self.logs: Sequence[Mapping[str, Any]] = []
-        self.node = Node(role, settings, Place.of(settings.parallel, 0), KEY, self.hire)
+        self.node = Node(role, settings, Place.of(settings.parallel, index), KEY, self.hire)
         self.task = asyncio.create_task(self.node.live())
 
     def hire(
@@ -217,6 +220,97 @@ async def test_a_taken_port_is_told_before_any_worker_starts() -> None:
 
 
 OVER_TWO = {"world_size": 2, "tp": 2, "devices_per_node": 1, "ips": ["127.0.0.1", "127.0.0.2"]}
+
+
+@asynccontextmanager
+async def two_nodes() -> AsyncIterator[tuple[Rig, Rig]]:
+    """A leader and the other node of its instance, on a port that they both know."""
+    ips = [fresh_ip(), fresh_ip()]
+    parallel = {"world_size": 2, "tp": 2, "devices_per_node": 1, "ips": ips}
+    async with ClientSession() as session:
+        with capture_logs() as logs:
+            rigs = []
+            for index, ip in enumerate(ips):
+                place = {"parallel": {**parallel, "local_ip": ip}, "ports": {"hybrid": 8200}}
+                rigs.append(Rig("hybrid", config(**place), session, index))
+                rigs[index].logs = logs
+            try:
+                yield rigs[0], rigs[1]
+            finally:
+                for rig in rigs:
+                    rig.task.cancel()
+                await asyncio.wait([rig.task for rig in rigs])
+
+
+async def answer(rig: Rig, path: str, method: str = "GET") -> tuple[int, Any]:
+    url = f"http://{rig.settings.parallel.local_ip}:8200{path}"
+    async with rig.session.request(method, url, headers=BEARER) as response:
+        return response.status, await response.json()
+
+
+async def test_two_nodes_are_one_instance_that_its_leader_answers_for() -> None:
+    async with two_nodes() as (leader, other):
+        assert [str(w.rank) for w in (*leader.workers, *other.workers)] == ["0,0,0", "0,0,1"]
+        await leader.event("node_came")
+        await leader.event("leader_met")
+        leader.workers[0].become_ready()
+        _, body = await answer(leader, "/ready")
+        assert "worker 0,0,1 of node 1 (127." in body["reason"]
+        _, body = await answer(other, "/ready")
+        assert body["reason"] == "the node is loading; worker 0,0,1 is loading"
+        other.workers[0].become_ready()
+        while (await answer(leader, "/ready"))[0] != 200:
+            await asyncio.sleep(0)
+        assert (await answer(other, "/ready"))[0] == 200
+        _, health = await answer(leader, "/health")
+        assert [node["state"] for node in health["nodes"]] == ["here"]
+        _, health = await answer(other, "/health")
+        assert (health["node"].split()[:2], health["state"]) == (["node", "1"], "ready")
+        assert [worker["rank"] for worker in health["workers"]] == ["0,0,1"]
+        status, _ = await answer(other, "/generate", "POST")
+        assert status == 404, "requests are the leader's"
+
+
+async def test_a_worker_node_that_is_drained_is_let_go_by_its_leader() -> None:
+    async with two_nodes() as (leader, other):
+        await leader.event("leader_met")
+        for rig in (leader, other):
+            rig.workers[0].become_ready()
+        while (await answer(leader, "/ready"))[0] != 200:
+            await asyncio.sleep(0)
+        status, body = await answer(other, "/admin/drain", "POST")
+        assert (status, body["drained"]) == (202, False)
+        assert await other.task == 0
+        await leader.event("node_gone", reason="it has left")
+        _, body = await answer(leader, "/ready")
+        assert "its node is gone: it has left" in body["reason"]
+
+
+async def test_a_worker_node_shows_its_health_to_all_and_the_rest_to_the_cluster() -> None:
+    async with two_nodes() as (leader, other):
+        await leader.event("leader_met")
+        url = f"http://{other.settings.parallel.local_ip}:8200"
+        for path, status in (("/health", 200), ("/metrics", 200), ("/internal/status", 401)):
+            async with other.session.get(url + path) as response:
+                assert response.status == status, path
+        async with other.session.post(f"{url}/admin/drain") as response:
+            assert response.status == 401
+        assert (await answer(other, "/internal/status"))[1]["rooms"] == 0
+
+
+async def test_a_node_whose_leader_never_comes_gives_up_and_names_it() -> None:
+    parallel = {**OVER_TWO, "ips": ["127.0.0.1", "127.0.0.9"], "local_ip": "127.0.0.9"}
+    settings = config(
+        parallel=parallel, timeouts={"startup_s": 0.5}, ports={"hybrid": 9, "bootstrap": 0}
+    )
+    with capture_logs() as logs:
+        async with ClientSession() as session:
+            rig = Rig("hybrid", settings, session, 1)
+            rig.logs = logs
+            assert await rig.task == 1
+    reason = last(rig, "node_failed")["reason"]
+    assert reason.startswith("not ready after 0.5 s; worker 0,0,1 is loading; ")
+    assert "leader 127.0.0.1:9" in reason
 
 
 @pytest.mark.parametrize(

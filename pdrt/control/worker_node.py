@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -155,8 +155,9 @@ def make_app(node: WorkerNode) -> web.Application:
     async def drain(_request: web.Request) -> web.Response:
         node.drain()
         work = node.parts.work
-        body: Mapping[str, object] = {"drained": work.is_idle, "rooms": work.rooms}
-        return web.json_response({"status": "draining"} | body, status=200 if work.is_idle else 202)
+        is_idle, rooms = work.is_idle, work.rooms
+        body: Json = {"status": "draining", "drained": is_idle, "rooms": rooms}
+        return web.json_response(body, status=200 if is_idle else 202)
 
     app.on_response_prepare.append(add_request_id)
     app.add_routes(

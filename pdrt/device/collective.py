@@ -16,7 +16,8 @@ from pdrt.errors import ConfigError, PeerLost
 
 if TYPE_CHECKING:  # the null device alone needs no torch
     from torch import Tensor
-    from torch.distributed import GatherOptions, Store
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import GatherOptions
 
 
 class _Work(Protocol):
