@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.cluster import Cluster, Tables
+from tests.e2e.colocated import Colocated
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 BLOCK = 16
@@ -110,3 +112,23 @@ async def test_tenants_with_different_salts_share_nothing(cluster: Cluster) -> N
     assert told == [0, 0, hit, 0, hit]
     after = await done(cluster)
     assert after["prefix_tokens_hit"] - before["prefix_tokens_hit"] == 4 * hit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_groups_of_unequal_sizes_share_prefixes_too(tmp_path: Path, role: str) -> None:
+    """Each rank has its heads of a hit block, and what arrives is checked."""
+    two: Tables = {"parallel": {"world_size": 2, "tp": 2, "devices_per_node": 2}}
+    checked: Tables = {"transfer": {"checksums": True}}
+    cluster = Cluster.make(tmp_path, 1, 1, 0, SETTINGS, checked, per_role={role: two})
+    sampling = {"temperature": 0, "ignore_eos": True, "max_tokens": 20}
+    cluster.startup_s = 90.0
+    alone, history = Colocated(), list(range(37))
+    async with cluster.running():
+        for turn in range(4):
+            answer = await cluster.generate(history, sampling=sampling)
+            assert answer.ids == alone.answer(history, sampling)
+            hit = (len(history) - 55) // BLOCK * BLOCK if turn else 0
+            assert answer.body["usage"]["cached_tokens"] == hit
+            history += [*answer.ids, *range(turn, turn + 35)]
+            await cluster.until_baseline()
