@@ -10,7 +10,15 @@ import pytest
 from pdrt.data.commands import OpenReceiver, TellFirsts
 from pdrt.data.events import FirstTokens, Received, ReceiveFailed, SendEnded
 from pdrt.data.group import Group
-from pdrt.data.transfer import Key
+from pdrt.data.transfer import (
+    TERMINAL,
+    DecodeServed,
+    Key,
+    Sender,
+    State,
+    StopWrites,
+    feed_sender,
+)
 from pdrt.messages import (
     FROM_PREFILL,
     Firsts,
@@ -236,3 +244,10 @@ def test_a_group_takes_first_tokens_from_its_first_rank_and_only_while_they_are_
     assert not group.events
     group.heard(0, firsts)
     assert list(group.events) == [firsts]
+
+
+@pytest.mark.parametrize("state", [s for s in State if s not in TERMINAL])
+def test_writes_for_an_answer_that_has_ended_are_asked_to_stop(state: State) -> None:
+    sender = Sender(*A, 8, b"h", 60.0, state=state)
+    assert feed_sender(sender, DecodeServed()) == [StopWrites()]
+    assert (sender.state, sender.problem) == (State.ABORTED, None)

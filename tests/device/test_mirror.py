@@ -55,6 +55,12 @@ def test_a_sequence_that_came_back_otherwise_is_loaded_again() -> None:
     assert run(mirror, copies, step(10, 1, [3, 6, 2])) == ([3, 6, 2], [2])
 
 
+def test_a_block_that_is_copied_is_loaded_whoever_wrote_it() -> None:
+    mirror = Mirror(copies := Copies())
+    fork = SeqStep(2, [0], 6, [3, 8], None, copy_from=5)
+    assert run(mirror, copies, fork) == ([3, 8, 5], [8])
+
+
 def test_a_sequence_that_sat_out_is_loaded_again() -> None:
     mirror = Mirror(copies := Copies())
     run(mirror, copies, step(6, 1, [3, 5]))

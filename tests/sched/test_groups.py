@@ -233,6 +233,19 @@ def test_more_sequences_than_a_batch_holds_are_all_computed() -> None:
     assert told(rig, 9) == answers(PROMPT, 6, 9, SEED)
 
 
+def test_a_lent_block_that_was_filled_and_can_be_found_is_forgotten_before_it_is_written() -> None:
+    """The first sequence runs to its end before the second one's first step."""
+    rig = hybrid(200, replace(LIMITS, max_batch_size=1))
+    ask(rig, 2)
+    while not rig.finished.get((1, 0)):
+        rig.step()
+    (second,) = rig.book.requests.values()
+    assert second.borrows
+    assert rig.book.blocks.cache.knows(second.blocks[-1])
+    finish(rig)  # the rig looks at what is written
+    assert told(rig, 2) == answers(PROMPT, 6, 2, SEED)
+
+
 @pytest.mark.parametrize(("blocks", "is_granted"), [(11, False), (12, True)])
 def test_a_group_is_let_in_when_all_its_sequences_can_begin(blocks: int, is_granted: bool) -> None:
     """2 blocks for the prompt and for each of 3 a copy of the last one and R, beside 3 and R."""
