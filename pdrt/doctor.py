@@ -21,15 +21,17 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
-from pdrt import demo
+from pdrt import demo, grid
 from pdrt.config import (
     NodeConfig,
     ParallelSection,
+    Place,
     Role,
     RouterConfig,
     SecuritySection,
     TransferSection,
     TransportName,
+    bracketed,
     is_loopback,
     load,
     user_key_file,
@@ -141,6 +143,7 @@ def _node(config: NodeConfig, role: Role | None, cache: Path) -> Iterator[Findin
     host = config.parallel.local_ip
     yield from _address(host)
     yield from _place(config.parallel)
+    yield from _instance(config, role)
     yield from _ports(config, role, host)
     yield from _key(config.security, host)
 
@@ -222,6 +225,30 @@ def _place(parallel: ParallelSection) -> Iterator[Finding]:
         yield note(says, "fine if it is another address of one of those hosts")
 
 
+def _instance(config: NodeConfig, role: Role | None) -> Iterator[Finding]:
+    """Of an instance that spans nodes: what runs here, and whether the nodes find each other."""
+    parallel = config.parallel
+    count = parallel.nodes_per_instance
+    if count == 1 or parallel.local_ip not in parallel.ips:
+        return
+    place = Place.of(parallel, parallel.ips.index(parallel.local_ip))
+    number = place.node_index % count
+    ranks = " ".join(map(str, grid.ranks_on(parallel, number)))
+    leads = "leads it" if place.is_leader else f"is led by {place.leader_ip}"
+    yield fine(
+        f"instance: node {number} of {count} of instance {place.instance} {leads};"
+        f" --node-index {place.node_index}; ranks (dp,cp,tp) {ranks}"
+    )
+    if role is None:
+        yield note("instance: its other nodes were not looked for", "say which --role this is")
+        return
+    port = {"prefill": config.ports.prefill, "decode": config.ports.decode}.get(role)
+    others = range(1, count) if place.is_leader else [0]
+    for other in others:
+        host = grid.address_of(parallel, place.instance, other)
+        yield _touch("instance", f"{bracketed(host)}:{port or config.ports.hybrid}")
+
+
 def _ports(config: NodeConfig, role: Role | None, host: str) -> Iterator[Finding]:
     ports = config.ports
     wanted: dict[Role, dict[str, int]] = {
@@ -274,13 +301,17 @@ def _key(security: SecuritySection, host: str) -> Iterator[Finding]:
 
 
 def _peer(http: str) -> Finding:
+    return _touch("peer", http, "start it, or correct the router's targets")
+
+
+def _touch(kind: str, http: str, advice: str = "start it there, or open the way to it") -> Finding:
     try:
         _, where = base_url(http)
         host, _, port = where.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_TOUCH_S):
-            return fine(f"peer: {http} accepts connections")
+            return fine(f"{kind}: {http} accepts connections")
     except (OSError, ValueError, ConfigError) as error:
-        return note(f"peer: {http}: {error}", "start it, or correct the router's targets")
+        return note(f"{kind}: {http}: {error}", advice)
 
 
 def _transports(

@@ -64,6 +64,37 @@ def wrongs(findings: list[Finding]) -> list[str]:
     return [each.what for each in findings if each.verdict is Verdict.WRONG]
 
 
+SPREAD = "[parallel]\nworld_size = 4\ntp = 2\ndp = 2\ndevices_per_node = 2\n"
+
+
+def test_a_node_of_an_instance_is_told_its_place_and_whether_its_leader_is_there(
+    tmp_path: Path,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as leader:
+        port = leader.getsockname()[1]
+        conf = tmp_path / "node.toml"
+        spread = f"{SPREAD}ips = ['127.0.0.1', '127.0.0.2']\nlocal_ip = '127.0.0.2'\n"
+        conf.write_text(f"[model]\npath = 'null'\n{spread}[ports]\ndecode = {port}\n")
+        place, there = of(list(examine(conf, "decode", tmp_path, HOST)), "instance")
+        assert place.what == (
+            "instance: node 1 of 2 of instance 0 is led by 127.0.0.1; --node-index 1;"
+            " ranks (dp,cp,tp) 1,0,0 1,0,1"
+        )
+        assert there == fine(f"instance: 127.0.0.1:{port} accepts connections")
+        _, role = of(list(examine(conf, None, tmp_path, HOST)), "instance")
+        assert (role.verdict, role.advice) == (Verdict.NOTE, "say which --role this is")
+    _, gone = of(list(examine(conf, "decode", tmp_path, HOST)), "instance")
+    assert (gone.verdict, "refused" in gone.what) == (Verdict.NOTE, True)
+
+
+def test_a_leader_is_told_which_of_its_other_nodes_are_there(tmp_path: Path) -> None:
+    conf = tmp_path / "node.toml"
+    conf.write_text(f"[model]\npath = 'null'\n{SPREAD}ips = ['127.0.0.1', '127.0.0.2']\n")
+    place, other = of(list(examine(conf, "prefill", tmp_path, HOST)), "instance")
+    assert "node 0 of 2 of instance 0 leads it" in place.what
+    assert other.what.startswith("instance: 127.0.0.2:8001")
+
+
 def test_a_node_that_can_start_has_nothing_wrong(tmp_path: Path) -> None:
     findings = look(tmp_path, f"[model]\npath = 'null'\n[scheduler]\nkv_memory = 1e6\n{FREE}")
     assert wrongs(findings) == []

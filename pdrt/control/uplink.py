@@ -58,7 +58,7 @@ class Uplink:
         self._told: dict[Rank, RankIs] = {}
         self._link: Link[ToNode, FromNode] | None = None
         self._cut: asyncio.Event = asyncio.Event()
-        self._is_leaving = self._may_leave = False
+        self._leaving, self._may_leave = asyncio.Event(), False
         self.absence = f"the {leader} has not answered yet"
         self._log = structlog.get_logger()
 
@@ -79,16 +79,16 @@ class Uplink:
 
     def leave(self) -> None:
         """Tell the leader that we want to go, once nothing is on our workers."""
-        self._is_leaving = True
+        self._leaving.set()
         self._say(Leaving())
 
     # The leader comes and goes.
 
     async def run(self) -> None:
         """Raises ConfigError when the leader will never have us."""
-        while not self._is_leaving:
+        while not self._leaving.is_set():
             welcome = await self._welcomed()
-            if self._is_leaving:
+            if self._leaving.is_set():
                 return
             link: Link[ToNode, FromNode] = Link(
                 self._net.context, messages.TO_NODE, messages.FROM_NODE
