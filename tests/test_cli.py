@@ -217,8 +217,10 @@ def test_the_shipped_router_config_finds_the_shipped_nodes() -> None:
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_the_multinode_configs_are_whole(name: str) -> None:
-    assert len(load(NodeConfig, ROOT / f"conf/multinode/{name}.toml").parallel.ips) == 2
-    assert len(load(RouterConfig, ROOT / "conf/multinode/router.toml").prefill) == 2
+    parallel = load(NodeConfig, ROOT / f"conf/multinode/{name}.toml").parallel
+    router = load(RouterConfig, ROOT / "conf/multinode/router.toml")
+    assert (len(parallel.ips), parallel.nodes_per_instance) == (2, 2)
+    assert [t.http.rpartition(":")[0] for t in getattr(router, name)] == [parallel.ips[0]]
 
 
 def test_an_unreadable_key_file_is_a_config_error(tmp_path: Path) -> None:

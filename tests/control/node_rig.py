@@ -28,9 +28,9 @@ RANKS = [Rank(tp=1), Rank(dp=1)]
 class Leader:
     """One life of it: its side of the links, and what it hears."""
 
-    def __init__(self, time: FakeTime, epoch: int) -> None:
+    def __init__(self, fake: FakeTime, epoch: int) -> None:
         self.net = CurveContext(KEY, "127.0.0.1")
-        self.node = FarNode(1, "10.0.0.2", RANKS, self.net, Time(time.clock, time.sleep))
+        self.node = FarNode(1, "10.0.0.2", RANKS, self.net, Time(fake.clock, fake.sleep))
         self.nodes = Nodes({1: self.node}, SETTINGS, epoch)
         self.said: list[tuple[Rank, FromWorker | Lost]] = []
         self.news = asyncio.Event()
@@ -57,9 +57,9 @@ class Node:
         self.rig, self.epoch = rig, epoch
         self.settings = dict(SETTINGS)
         self.net = CurveContext(KEY, "127.0.0.2")
-        time = Time(rig.time.clock, rig.time.sleep)
-        self.uplink = Uplink("leader 10.0.0.1:8100", self.join, self.net, time)
-        self.workers = [FakeWorker(r, _unused, Path(), self._heard, time) for r in RANKS]
+        own_time = Time(rig.time.clock, rig.time.sleep)
+        self.uplink = Uplink("leader 10.0.0.1:8100", self.join, self.net, own_time)
+        self.workers = [FakeWorker(r, _unused, Path(), self._heard, own_time) for r in RANKS]
         self.uplink.serve(self.workers)
         self.task = asyncio.create_task(self.uplink.run())
 

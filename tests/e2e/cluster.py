@@ -69,6 +69,7 @@ class Process:
     log: Path
     url: str
     popen: subprocess.Popen[bytes] | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
 
     def start(self) -> None:
         with self.log.open("ab") as log:
@@ -77,7 +78,12 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PDRT_SECURITY_KEY": KEY_TEXT, "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "PDRT_SECURITY_KEY": KEY_TEXT,
+                    "OMP_NUM_THREADS": "1",
+                    **self.environ,
+                },
             )
 
     @property

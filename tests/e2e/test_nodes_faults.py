@@ -1,4 +1,4 @@
-"""A node of an instance dies, freezes, leaves or comes again: typed errors soon, nothing is left."""
+"""A node of an instance dies, freezes, leaves or comes again: typed errors soon, nothing left."""
 
 from __future__ import annotations
 
