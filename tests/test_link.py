@@ -140,8 +140,8 @@ KEY = ClusterKey(b"the key of a test cluster")
 class Net:
     """A node that listens, with its guard at the door."""
 
-    def __init__(self) -> None:
-        self.net = CurveContext(KEY, "127.0.0.1")
+    def __init__(self, ip: str) -> None:
+        self.net = CurveContext(KEY, ip)
         self.guard = asyncio.create_task(self.net.guard())
         self.link: Link[FromWorker, ToWorker] = Link(
             self.net.context, messages.FROM_WORKER, messages.TO_WORKER
@@ -150,8 +150,8 @@ class Net:
 
 
 @asynccontextmanager
-async def listening() -> AsyncIterator[Net]:
-    node = Net()
+async def listening(ip: str = "127.0.0.1") -> AsyncIterator[Net]:
+    node = Net(ip)
     yield node
     node.guard.cancel()
     await asyncio.gather(node.guard, return_exceptions=True)
@@ -161,9 +161,9 @@ async def listening() -> AsyncIterator[Net]:
 
 @asynccontextmanager
 async def calling(
-    endpoint: str, key: ClusterKey = KEY
+    endpoint: str, key: ClusterKey = KEY, ip: str = "127.0.0.2"
 ) -> AsyncIterator[Link[ToWorker, FromWorker]]:
-    net = CurveContext(key, "127.0.0.2")
+    net = CurveContext(key, ip)
     link: Link[ToWorker, FromWorker] = Link(net.context, messages.TO_WORKER, messages.FROM_WORKER)
     link.dial(net, endpoint)
     yield link
@@ -171,9 +171,10 @@ async def calling(
     net.close()
 
 
-async def test_two_nodes_talk_over_tcp_and_each_sees_the_other_come_and_go() -> None:
-    async with listening() as node:
-        async with calling(node.endpoint) as far:
+@pytest.mark.parametrize("ip", ["127.0.0.1", "::1"])
+async def test_two_nodes_talk_over_tcp_and_each_sees_the_other_come_and_go(ip: str) -> None:
+    async with listening(ip) as node:
+        async with calling(node.endpoint, ip=ip) as far:
             await asyncio.gather(node.link.met(), far.met())
             await far.on(loading(1))
             await node.link.on(Stop())

@@ -298,6 +298,22 @@ async def test_a_worker_node_shows_its_health_to_all_and_the_rest_to_the_cluster
         assert (await answer(other, "/internal/status"))[1]["rooms"] == 0
 
 
+async def test_a_leader_whose_other_node_never_comes_gives_up_and_names_it() -> None:
+    parallel = {**OVER_TWO, "ips": [fresh_ip(), "127.0.0.9"]}
+    parallel["local_ip"] = parallel["ips"][0]  # type: ignore[index]
+    settings = config(parallel=parallel, timeouts={"startup_s": 0.5}, ports={"hybrid": 8200})
+    with capture_logs() as logs:
+        async with ClientSession() as session:
+            rig = Rig("hybrid", settings, session)
+            rig.logs = logs
+            await rig.event("node", state="loading")
+            rig.workers[0].become_ready()
+            assert await rig.task == 1
+    assert last(rig, "node_failed")["reason"] == (
+        "not ready after 0.5 s; worker 0,0,1 of node 1 (127.0.0.9) is absent: its node has not come"
+    )
+
+
 async def test_a_node_whose_leader_never_comes_gives_up_and_names_it() -> None:
     parallel = {**OVER_TWO, "ips": ["127.0.0.1", "127.0.0.9"], "local_ip": "127.0.0.9"}
     settings = config(

@@ -37,6 +37,7 @@ LAYOUTS = {
         "prefill": Spread("prefill", nodes=2, dp=2),
         "decode": Spread("decode", nodes=2, dp=2),
     },
+    "hybrid TP4 over two nodes": {"hybrid": Spread("hybrid", nodes=2, tp=4)},
     "D TP2 DP2 over four nodes": {
         "prefill": Spread("prefill"),
         "decode": Spread("decode", nodes=4, tp=2, dp=2),
