@@ -13,7 +13,7 @@ from pdrt.device.places import Rendezvous
 from pdrt.messages import KvLayout, Sampling
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: as SeqStep
 class Draw:
     """How to draw the token that follows the last one of a step.
 
@@ -46,7 +46,7 @@ class Scoring:
     top: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each sequence and step, at a fifth of the cost
 class SeqStep:
     """Compute `tokens` at positions `start`.. of one sequence and write their KV to `blocks`.
 

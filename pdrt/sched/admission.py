@@ -85,7 +85,7 @@ def admit(line: Iterable[Request], space: Space, limits: Limits, pool: BlockPool
     patience = limits.patience
     woken: set[int] = set()  # blocks without an owner that somebody is granted here
     for request in line:
-        if space.is_spent or patience <= 0:
+        if space.is_spent or patience <= 0 or len(passed) >= limits.lookahead:
             break
         if grant := _fitting(request, space, limits, pool, woken):
             granted.append(grant)

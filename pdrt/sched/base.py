@@ -14,7 +14,7 @@ from typing import Final
 from pdrt.data.events import TransferEvent
 from pdrt.device.batch import Drawn
 from pdrt.messages import Output, Submit, Top
-from pdrt.sched.admission import Space, reserve
+from pdrt.sched.admission import Space
 from pdrt.sched.answer_life import ANSWER
 from pdrt.sched.book import Book, SchedStats
 from pdrt.sched.effects import Effect, Say
@@ -34,7 +34,7 @@ from pdrt.sched.events import (
     TokenOut,
 )
 from pdrt.sched.limits import Limits
-from pdrt.sched.plan import Plan, fit, prefill_budget, steps
+from pdrt.sched.plan import Batch, Plan, fit
 from pdrt.sched.request import First, Request, State, from_submit
 from pdrt.sched.sequences import branch, drawn_firsts, living
 
@@ -134,10 +134,12 @@ class Scheduler:
             blocks = book.blocks.take(1)
             assert blocks is not None
             book.move(request, Grown(blocks))
-        granted = [] if fitting.retract else self._admit(fitting.step)
-        steppers = [*fitting.step, *(r for r in granted if r.state is State.RUNNING)]
-        batch = steps(steppers[: self.limits.max_batch_size], self.limits)
-        return book.opened(Plan(batch, len(granted), len(fitting.retract), expired))
+        batch = Batch(self.limits)
+        batch.fill(fitting.step)
+        granted = [] if fitting.retract else self._admit(batch.room)
+        seats = self.limits.max_batch_size - len(fitting.step)
+        batch.fill([r for r in granted if r.state is State.RUNNING][:seats])
+        return book.opened(Plan(batch.steps, len(granted), len(fitting.retract), expired))
 
     def commit(self, plan: Plan, drawn: Sequence[Drawn], _now: float) -> None:
         """Apply what the device computed to those that are still there."""
@@ -193,10 +195,13 @@ class Scheduler:
     def _own_what_is_left(self) -> None:
         """A borrowed block that nobody else has any more needs no copy."""
         pool = self.book.blocks
+        if not self.book.groups:
+            return
         for request in self.book.queues[State.RUNNING].values():
             if request.borrows and pool.owners(request.blocks[-1]) == 1:
                 pool.forget(request.blocks[-1:])
                 request.borrows = False
+                self.book.weigh(request)
 
     def is_computed_elsewhere(self, request: Request) -> bool:
         """Whether the prefill side is asked when its KV is lost."""
@@ -207,17 +212,15 @@ class Scheduler:
         elsewhere = self.is_computed_elsewhere(request)
         self.book.move(request, Returned() if elsewhere else Retracted())
 
-    def _admit(self, running: Iterable[Request]) -> list[Request]:
-        book, limits = self.book, self.limits
+    def _admit(self, prefill_tokens: int) -> list[Request]:
+        book = self.book
         if not book.line or not book.blocks.free:
             return []
-        holders = (State.RUNNING, State.TRANSFERRING)
-        held = sum(r.sampling.n for s in holders for r in book.queues[s].values())
-        reserved = sum(reserve(r, limits) for s in holders for r in book.queues[s].values())
-        space = Space(
-            blocks=book.blocks.free - reserved,
-            slots=book.slots.free,
-            requests=self._max_held - held,
-            prefill_tokens=prefill_budget(running, limits),
+        return book.admit(
+            Space(
+                blocks=book.blocks.free - book.reserved,
+                slots=book.slots.free,
+                requests=self._max_held - book.seats,
+                prefill_tokens=prefill_tokens,
+            )
         )
-        return book.admit(space)

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdrt.device.batch import Drawn, SeqStep
 from pdrt.errors import Conflict, DeadlinePassed, Draining, Illegal, Overloaded, tree
 from pdrt.machine import Table
 from pdrt.messages import Problem, Submit
-from pdrt.sched.admission import Grant, Space, admit
+from pdrt.sched.admission import Grant, Space, admit, reserve
 from pdrt.sched.blocks import BlockPool, Held, Quarantine
 from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
-from pdrt.sched.events import Dropped, Failed, Granted
+from pdrt.sched.events import Dropped, Failed, Granted, TokenOut
 from pdrt.sched.limits import Limits
 from pdrt.sched.plan import Plan, bad_logits, sendable
 from pdrt.sched.queues import Line, Timers
 from pdrt.sched.request import Request, State
+from pdrt.sched.reserve import Reserve
 
 _CODES: Final = frozenset(tree())
 _IN_LINE: Final = frozenset({State.QUEUED, State.WAITING})
+_GROWING: Final = frozenset({State.RUNNING, State.TRANSFERRING})
 _UNSERVED: Final = (State.QUEUED, State.BOOTSTRAPPING, State.WAITING, State.UNBOUND)
 
 
@@ -54,7 +56,10 @@ class Book:
         blocks: int,
         slots: int,
     ) -> None:
-        self._table, self._limits = table, limits
+        self._table, self.limits = table, limits  # with R as it is now
+        self._reserve = Reserve(limits.reserved_tokens, is_adaptive=limits.adaptive_reserve)
+        self.reserved = 0  # blocks that are kept free for those that may grow
+        self.seats = 0  # sequences that hold memory, or will from the same prompt
         self.blocks = BlockPool(blocks)
         self.slots = BlockPool(slots)
         self.quarantine = Quarantine()
@@ -101,6 +106,7 @@ class Book:
         self._note(request)
 
     def _note(self, request: Request) -> None:
+        self.weigh(request)
         self.requests[request.key] = request
         self.rooms[request.room] = request
         if request.of_room is not None:
@@ -128,12 +134,33 @@ class Book:
             self._file(request)
         elif (before, type(event)) in self._table.ignored:
             self.counters["ignored"] += 1
+        if after is not before or not isinstance(event, TokenOut):
+            self.weigh(request)
         for effect in effects:
             self._carry_out(effect)
 
+    def weigh(self, request: Request) -> None:
+        """Count anew what is kept free for it. Between that it may be a block more than needed."""
+        holds = request.state in _GROWING
+        blocks = reserve(request, self.limits) if holds else 0
+        seats = request.sampling.n if holds else 0
+        self.reserved += blocks - request.reserved
+        self.seats += seats - request.seats
+        request.reserved, request.seats = blocks, seats
+
+    def _adapt(self) -> None:
+        """Keep what R says free for those that run already, too."""
+        tokens = self._reserve.tokens
+        if abs(tokens - self.limits.reserved_tokens) >= self.limits.block_size:
+            self.limits = replace(self.limits, reserved_tokens=tokens)
+            for state in _GROWING:
+                for request in self.queues[state].values():
+                    self.weigh(request)
+
     def admit(self, space: Space) -> list[Request]:
         """Give those in line the memory that they wait for, as far as there is space."""
-        admission = admit(self.line, space, self._limits, self.blocks)
+        self._adapt()
+        admission = admit(self.line, space, self.limits, self.blocks)
         for request in admission.overtaken:
             request.overtaken += 1
         for grant in admission.granted:
@@ -143,7 +170,7 @@ class Book:
         return [grant.request for grant in admission.granted]
 
     def _grant(self, grant: Grant) -> None:
-        request, size = grant.request, self._limits.block_size
+        request, size = grant.request, self.limits.block_size
         blocks = self.blocks.take(grant.blocks - len(grant.hit))
         slot = self.slots.take(1) if request.state is State.WAITING else None
         assert blocks is not None
@@ -155,15 +182,15 @@ class Book:
             slot=slot[0] if slot else None,
             hit=len(grant.hit),
             cached_tokens=cached,
-            sendable=sendable(cached, 0, self._limits),
+            sendable=sendable(cached, 0, self.limits),
         )
         self.move(request, granted)
 
     def learn(self, request: Request, tokens: int) -> None:
         """The KV of its first `tokens` tokens is there: full blocks can be found from now on."""
-        size = self._limits.block_size
+        size = self.limits.block_size
         first, end = request.computed // size, tokens // size
-        if first == end or not self._limits.prefix_cache:
+        if first == end or not self.limits.prefix_cache:
             return
         keys = request.chain.keys(request.tokens, end, size)
         for key, block in zip(keys[first:], request.blocks[first:end], strict=True):
@@ -213,6 +240,7 @@ class Book:
     def _file(self, request: Request) -> None:
         state = request.state
         if state is State.DONE:
+            self._reserve.learn(request.said)
             del self.requests[request.key], self.rooms[request.room]
             self._leave_group(request)
             self.timers.drop(request.key)

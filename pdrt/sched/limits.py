@@ -15,7 +15,8 @@ class Limits:
     block_size: int = 16
     max_batch_size: int = 64  # requests in one step
     max_prefill_tokens: int = 512  # prompt tokens in one step
-    reserved_tokens: int = 64  # kept free for each request that is admitted (R)
+    reserved_tokens: int = 64  # kept free for each request that is admitted (R); at first
+    adaptive_reserve: bool = False  # R follows what answers really use
     max_waiting: int = 1024  # beyond: Overloaded
     retraction: Literal["reprefill", "local"] = "reprefill"
     chunked: bool = True  # prefill: blocks leave while the next chunk computes
@@ -23,6 +24,7 @@ class Limits:
     early_first_token: bool = True  # decode: it is said before its KV is here
     prefix_cache: bool = True  # what is computed once is not computed, or received, again
     patience: int = 8  # how often a request is overtaken before it is waited for
+    lookahead: int = 64  # of those that wait, so many that do not fit are looked at in a step
 
     @property
     def max_held(self) -> int:

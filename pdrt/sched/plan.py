@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pdrt.device.batch import Drawn, Odds, Scoring, SeqStep
+from pdrt.device.batch import Draw, Drawn, Odds, Scoring, SeqStep
 from pdrt.errors import BadLogits
 from pdrt.messages import Problem
 from pdrt.sched.limits import Limits
@@ -48,7 +48,7 @@ def fit(running: Iterable[Request], free: int, owners: Callable[[int], int], lim
     keep, retract = list(running), list[Request]()
     given = Counter[int]()  # a block is free when each of its owners gave it
     batch = keep[: limits.max_batch_size]
-    grow = [r for r in batch if _lacks_block(r, limits)]
+    grow = _growing(batch, limits.block_size)
     while len(grow) > free and len(keep) > 1:
         victim = min(keep, key=_cost)
         keep.remove(victim)
@@ -56,42 +56,64 @@ def fit(running: Iterable[Request], free: int, owners: Callable[[int], int], lim
         given.update(victim.blocks)
         free += sum(1 for block in victim.blocks if given[block] == owners(block))
         batch = keep[: limits.max_batch_size]
-        grow = [r for r in batch if _lacks_block(r, limits)]
+        grow = _growing(batch, limits.block_size)
     if len(grow) > free:  # the last one: others still hold what it needs, and will let go
         batch, grow = [], []
     return Fit(tuple(batch), tuple(grow), tuple(retract))
 
 
-def _lacks_block(request: Request, limits: Limits) -> bool:
-    return request.borrows or len(request.tokens) > len(request.blocks) * limits.block_size
+def _growing(batch: Iterable[Request], size: int) -> list[Request]:
+    return [r for r in batch if r.borrows or len(r.tokens) > len(r.blocks) * size]
 
 
-def _cost(request: Request) -> tuple[int, int, int]:
-    """Fewest output tokens first, then the longest prompt, then the latest."""
-    return request.said, -request.prompt_tokens, -request.key
+def _cost(request: Request) -> tuple[int, int, int, int]:
+    """The lowest priority first, the fewest output tokens, the longest prompt, then the latest."""
+    return request.priority, request.said, -request.prompt_tokens, -request.key
 
 
-def steps(runners: Sequence[Request], limits: Limits) -> tuple[SeqStep, ...]:
-    """Single tokens for those that decode, chunks in order for the rest while the budget lasts."""
-    budget = limits.max_prefill_tokens
-    batch: list[SeqStep] = []
-    for request in runners:
-        count = request.pending
-        if count > 1:
-            count = min(count, budget)
-            budget -= count
-        if count > 0:
-            batch.append(_step(request, count))
-    return tuple(batch)
+class Batch:
+    """A step as it fills: single tokens of those that decode, and chunks while a budget lasts.
+
+    The promises: no more prompt tokens than `max_prefill_tokens` however many prompts there are,
+    so that a chunk bounds what a step takes; and no scraps: a chunk is shorter than a block only
+    when it is a prompt's last one.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.prefill_tokens = limits.max_prefill_tokens  # what is left of them
+        self._scrap = min(limits.block_size, limits.max_prefill_tokens)
+        self._decode: list[SeqStep] = []
+        self._chunks: list[SeqStep] = []
+
+    @property
+    def steps(self) -> tuple[SeqStep, ...]:
+        return (*self._decode, *self._chunks)
+
+    @property
+    def room(self) -> int:
+        """Prompt tokens that another prompt may have."""
+        return self.prefill_tokens if self.prefill_tokens >= self._scrap else 0
+
+    def fill(self, runners: Iterable[Request]) -> None:
+        """In their order: the oldest prompt has all that it can use."""
+        for r in runners:
+            tokens, start = r.tokens, r.computed
+            if len(tokens) - start == 1 and len(tokens) > r.prompt_tokens:  # most are: no calls
+                draw = Draw(r.sampling, tokens, r.prompt_tokens)
+                step = SeqStep(r.key, tokens[start:], start, r.blocks, draw, (), r.copy_from)
+                self._decode.append(step)
+            else:
+                self._add_chunk(r)
+
+    def _add_chunk(self, request: Request) -> None:
+        pending = request.pending
+        count = min(pending, self.prefill_tokens)
+        if count > 0 and (count == pending or count >= self._scrap):
+            self.prefill_tokens -= count
+            self._chunks.append(_chunk(request, count))
 
 
-def prefill_budget(runners: Iterable[Request], limits: Limits) -> int:
-    """Chunk tokens of this step that the runners leave over."""
-    wanted = sum(r.pending for r in runners if r.pending > 1)
-    return max(0, limits.max_prefill_tokens - wanted)
-
-
-def _step(request: Request, count: int) -> SeqStep:
+def _chunk(request: Request, count: int) -> SeqStep:
     start = request.computed
     tokens = request.tokens[start : start + count]
     is_last = start + count == len(request.tokens)
@@ -110,6 +132,8 @@ def _scoring(request: Request, start: int, end: int) -> Scoring | None:
 
 def bad_logits(drawn: Drawn) -> Problem | None:
     """What is wrong when the device computed what is no number: damage must not become a token."""
+    if drawn.logprob == drawn.logprob and not drawn.further and not drawn.scored:
+        return None
     told: tuple[Drawn | Odds, ...] = (drawn, *drawn.further, *drawn.scored)
     if not any(math.isnan(one.logprob) for one in told):
         return None

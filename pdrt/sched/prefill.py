@@ -29,7 +29,7 @@ from pdrt.sched.events import (
     SendBroken,
 )
 from pdrt.sched.limits import Limits
-from pdrt.sched.plan import Plan, prefill_budget, sendable, steps
+from pdrt.sched.plan import Batch, Plan, sendable
 from pdrt.sched.prefill_life import PREFILL
 from pdrt.sched.request import Request, State, from_submit, prompt_hash
 from pdrt.sched.sequences import drawn_firsts
@@ -45,7 +45,9 @@ class PrefillDisaggScheduler:
     """Computes prompts for decode workers; the same shape as the others for the worker."""
 
     def __init__(self, limits: Limits, blocks: int) -> None:
-        self.limits = replace(limits, reserved_tokens=0)  # a prompt does not grow
+        self.limits = replace(
+            limits, reserved_tokens=0, adaptive_reserve=False
+        )  # a prompt does not grow
         self.book = Book(PREFILL, self.limits, blocks, 0)
 
     @property
@@ -115,21 +117,21 @@ class PrefillDisaggScheduler:
     def plan(self, now: float) -> Plan:
         """Decide and reserve the next step. An empty batch means: wait for an event or timer."""
         expired = self.book.expire(now)
-        granted = self._admit()
-        runners = list(self.book.queues[State.RUNNING].values())
-        batch = steps(runners[: self.limits.max_batch_size], self.limits)
-        return self.book.opened(Plan(batch, granted, 0, expired))
+        batch, running = Batch(self.limits), self.book.queues[State.RUNNING]
+        batch.fill(running.values())
+        granted = self._admit(len(running), batch.room)
+        batch.fill(granted)
+        return self.book.opened(Plan(batch.steps, len(granted), 0, expired))
 
-    def _admit(self) -> int:
+    def _admit(self, running: int, prefill_tokens: int) -> list[Request]:
         book = self.book
-        running = book.queues[State.RUNNING]
         space = Space(
             blocks=book.blocks.free,
             slots=0,
-            requests=self.limits.max_batch_size - len(running),
-            prefill_tokens=prefill_budget(running.values(), self.limits),
+            requests=self.limits.max_batch_size - running,
+            prefill_tokens=prefill_tokens,
         )
-        return len(book.admit(space))
+        return book.admit(space)
 
     def commit(self, plan: Plan, drawn: Sequence[Drawn], _now: float) -> None:
         """Hand over what the device computed for those that are still there."""

@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterator
+from typing import Final, TypeAlias
 
 from pdrt.sched.request import Request
 
+HEAD_START_S: Final = 60.0  # what the highest priority is worth; a waiting one makes up for it
+_LEVELS: Final = 5  # the priority that is worth half of it
+_Place: TypeAlias = tuple[bool, float, int]  # the key makes it unique
+
+
+def head_start(priority: int) -> float:
+    """Seconds: with priority p a request stands as if it had come so much earlier.
+
+    Strictly rising and between -60 and 60, so that no request is passed by one that came more
+    than two minutes after it; one with priority 0, by none that came a minute after it.
+    """
+    return HEAD_START_S * priority / (abs(priority) + _LEVELS)
+
 
 class Line:
-    """Requests that wait for memory: those that come back first, oldest first; then the rest."""
+    """Requests that wait for memory: those that come back first, then the rest.
+
+    Both by when they came less their head start: the order of two never changes while they wait,
+    so that ageing costs nothing. Among equals first come, first served.
+    """
 
     def __init__(self) -> None:
-        self._back: dict[int, Request] = {}
-        self._fresh: dict[int, Request] = {}
+        self._places: list[_Place] = []  # sorted
+        self._requests: dict[int, Request] = {}
+        self._place_of: dict[int, _Place] = {}
 
     def add(self, request: Request) -> None:
-        if not request.is_returning:
-            self._fresh[request.key] = request
-            return
-        self._back[request.key] = request
-        self._back = dict(sorted(self._back.items()))  # keys are minted in order of arrival
+        came = request.since - head_start(request.priority)
+        place = not request.is_returning, came, request.key
+        self._requests[request.key], self._place_of[request.key] = request, place
+        insort(self._places, place)
 
     def discard(self, request: Request) -> None:
-        self._back.pop(request.key, None)
-        self._fresh.pop(request.key, None)
+        if self._requests.pop(request.key, None) is not None:
+            place = self._place_of.pop(request.key)
+            del self._places[bisect_left(self._places, place)]
 
     def __iter__(self) -> Iterator[Request]:
-        yield from self._back.values()
-        yield from self._fresh.values()
+        return (self._requests[key] for _, _, key in self._places)
 
     def __len__(self) -> int:
-        return len(self._back) + len(self._fresh)
+        return len(self._places)
 
 
 class Timers:

@@ -71,6 +71,10 @@ class Request:
     cached_tokens: int = 0  # of `computed`, those that were found computed already
     first_block: int = 0  # the receiver (prefill: the other side) holds the blocks before
     sent: int = 0  # prefill: leading blocks that were handed to the transport
+    priority: int = 0  # higher first
+    since: float = 0.0  # when it came
+    reserved: int = 0  # blocks that the books keep free for it ...
+    seats: int = 0  # ... and sequences that they count for it
     overtaken: int = 0  # how often a later request was admitted before this one
     scoring: int = -1  # top of each prompt token's odds, still to be told; -1: none
     odds: list[Odds] = field(default_factory=list)  # of the prompt's tokens, from the second on
@@ -167,6 +171,8 @@ def from_submit(submit: Submit, key: int, eos: Collection[int], now: float) -> R
         deadline=now + submit.time_left,
         source=submit.source,
         of_room=submit.room if sampling.n > 1 else None,
+        priority=submit.priority,
+        since=now,
         scoring=submit.scoring,
         is_trial=submit.is_trial,
         chain=Chain(submit.salt),

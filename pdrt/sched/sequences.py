@@ -31,6 +31,8 @@ def sub_room(room: int, index: int) -> int:
 def draws(request: Request) -> tuple[Draw, tuple[Draw, ...]]:
     """The draw of its next token, and those of the other sequences from the same row."""
     sampling, tokens, prompt = request.sampling, request.tokens, request.prompt_tokens
+    if sampling.n == 1:
+        return Draw(sampling, tokens, prompt), ()
     others = (of_sequence(sampling, index) for index in range(1, sampling.n))
     return Draw(sampling, tokens, prompt), tuple(Draw(one, tokens, prompt) for one in others)
 
@@ -73,6 +75,8 @@ def branch(
         stops=request.stops,
         deadline=request.deadline,
         source=request.source,
+        priority=request.priority,
+        since=request.since,
         state=State.RUNNING,
         blocks=list(blocks),
         borrows=borrows,

@@ -17,6 +17,7 @@ from pdrt.data.events import SLOT_COMPLETE, FirstTokens, Received, SlotRecord, T
 from pdrt.device.batch import Draw, Drawn, SeqStep
 from pdrt.device.chance import seed_of
 from pdrt.messages import Output, Sampling, Source, Submit, pack_ids, pack_tops
+from pdrt.sched.admission import reserve
 from pdrt.sched.blocks import Quarantine
 from pdrt.sched.book import Book, SchedStats
 from pdrt.sched.effects import Effect, Say
@@ -282,11 +283,21 @@ def check_books(book: Book) -> None:
         assert (request in list(book.line)) == in_line
     assert sum(len(q) for q in book.queues.values()) == len(book.requests) == len(book.rooms)
     assert len(book.timers) == len(book.requests)
+    _check_reserve(book)
     for room, group in book.groups.items():
         assert all(book.requests[key] is r and r.of_room == room for key, r in group.items())
     assert sum(map(len, book.groups.values())) == sum(
         r.of_room is not None for r in book.requests.values()
     )
+
+
+def _check_reserve(book: Book) -> None:
+    """What is kept free is counted along the way, and at most a block more than is needed."""
+    growing = [*book.queues[State.RUNNING].values(), *book.queues[State.TRANSFERRING].values()]
+    assert book.reserved == sum(r.reserved for r in growing)
+    assert book.seats == sum(r.sampling.n for r in growing)
+    for request in growing:
+        assert 0 <= request.reserved - reserve(request, book.limits) <= 1, list(request.story)
 
 
 def is_baseline(book: Book) -> bool:

@@ -96,6 +96,14 @@ def test_a_request_that_comes_back_is_never_passed_by() -> None:
     assert granted([waiting(1, 100, returning=True), waiting(2, 1)], space(24)) == []
 
 
+def test_of_a_long_line_only_its_head_is_looked_at() -> None:
+    """A step costs no more with 10,000 that wait than with 100."""
+    line = (waiting(k, 100) for k in range(10_000))
+    limits = replace(LIMITS, lookahead=64)
+    assert admit(line, space(24), limits, BlockPool(0)).granted == ()
+    assert next(line).key == 65
+
+
 def test_no_slot_no_grant() -> None:
     assert granted([waiting(1, 1), waiting(2, 1)], space(24, slots=1)) == [1]
 
