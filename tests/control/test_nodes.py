@@ -136,6 +136,26 @@ async def test_a_node_that_is_gone_loses_its_ready_ranks_once_though_they_may_li
         assert len(leader.of(Lost)) == 2
 
 
+async def test_ends_that_say_something_now_and_then_stay_together() -> None:
+    async with joined() as rig:
+        leader, far, worker = rig.leader, rig.far.ranks[RANKS[0]], rig.workers[0]
+        assert leader is not None
+        exchanged: list[int] = []
+
+        def is_exchanged() -> bool:
+            count = len(exchanged)
+            return len(leader.of(Outputs)) == count and len(worker.told) == count
+
+        for room in range(6):
+            worker.say(Outputs(items=(Output(room=room, tokens=(1,)),)))
+            far.tell(ResumeLocally(room=room))
+            exchanged.append(room)
+            await rig.until(is_exchanged)
+            await rig.time.run_for(1.3)
+        assert rig.far.is_here
+        assert not leader.of(Lost)
+
+
 async def test_a_node_that_says_nothing_is_gone_within_two_seconds() -> None:
     """Its connection stands, but its loop is stuck."""
     async with rigged() as rig:
