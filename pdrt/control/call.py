@@ -97,6 +97,7 @@ async def submit_of(leader: Leader, call: Call) -> Submit:
         time_left=max(call.deadline - leader.clock(), 0.0),
         source=source,
         scoring=call.order.scoring,
+        priority=call.order.priority,
         salt=call.order.salt,
         is_trial=call.is_trial,
     )

@@ -75,6 +75,7 @@ class Order:
     model: str | None
     request_id: str | None
     salt: str
+    priority: int
     timeout_s: float | None
     client_room: int | None
     pin: Pin | None
@@ -232,6 +233,7 @@ def _order(
         model=request.model,
         request_id=request.request_id,
         salt=request.cache_salt or "",
+        priority=request.priority or 0,
         timeout_s=request.timeout_s,
         client_room=request.bootstrap_room,
         pin=Pin(host, port) if host is not None and port is not None else None,
@@ -266,7 +268,7 @@ def _sampling(
 # Legs: what the router sends, and what leaders read.
 
 _LEG_MARK: Final = "transfer_token"  # no client's body has it
-_ROUTING: Final = frozenset(Envelope.model_fields) - {"model", "stream", "cache_salt"}
+_ROUTING: Final = frozenset(Envelope.model_fields) - {"model", "stream", "cache_salt", "priority"}
 _STREAMING: Final = frozenset({"stream", "stream_options"})
 _OF_PROMPT: Final = frozenset({"echo", "prompt_logprobs"})  # decode has no prompt hidden states
 _MODELS: Final[Mapping[Dialect, type[Envelope]]] = {

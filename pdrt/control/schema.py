@@ -81,6 +81,7 @@ Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
 Chance = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 Salt = Annotated[str, Field(min_length=1, max_length=512)]
+Priority = Annotated[int, Field(ge=-1000, le=1000)]
 Host = Annotated[str, Field(min_length=1, max_length=255)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
@@ -115,6 +116,7 @@ class Envelope(Strict):
     stream: bool | None = None
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$")] | None = None
     cache_salt: Salt | None = None  # prefixes are shared with those alone that have the same
+    priority: Priority | None = None  # higher first; 0 unless it is named
     timeout_s: Seconds | None = None
     bootstrap_room: Room | None = None  # an idempotency key, never the wire identity
     bootstrap_host: Host | None = None  # pins a registered prefill instance
@@ -231,7 +233,7 @@ class PrefillAgain(BaseModel):
     request_id: Annotated[str, Field(min_length=1, max_length=128)] = "retracted"
     cache_salt: Annotated[str, Field(max_length=512)] = ""
     disagg_prefill_dp_rank: Annotated[int, Field(ge=-1, lt=1 << 20)] = -1
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    priority: Priority = 0
 
 
 # OpenAI's fields that this version does not serve, with the values that ask for nothing; in

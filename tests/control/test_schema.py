@@ -146,6 +146,9 @@ def test_a_bad_or_unsupported_sampling_field_is_named(
         ("cache_salt", ""),
         ("cache_salt", "x" * 513),
         ("cache_salt", "\ud800"),
+        ("priority", 1001),
+        ("priority", -1001),
+        ("priority", 0.5),
         ("bootstrap_room", -1),
         ("bootstrap_room", 1 << 63),
         ("bootstrap_host", "only"),
@@ -464,6 +467,15 @@ def test_all_legs_know_whose_prefixes_may_be_shared(dialect: Dialect, side: Role
     fields, _ = split_leg(leg_body(side, order, LEG, seed=42))
     assert parse(dialect, fields).salt == order.salt == "tenant"
     assert parse(dialect, body_of(dialect)).salt == ""
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("side", SIDES)
+def test_all_legs_know_the_priority(dialect: Dialect, side: Role) -> None:
+    order = parse(dialect, body_of(dialect, priority=-7))
+    fields, _ = split_leg(leg_body(side, order, LEG, seed=42))
+    assert parse(dialect, fields).priority == order.priority == -7
+    assert parse(dialect, body_of(dialect)).priority == 0
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
