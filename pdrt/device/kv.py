@@ -4,7 +4,11 @@ A block is [kv_heads, layers, 2 (k, v), block_size, head_dim]; a latent one (MLA
 place of k and v, and one head. Two flat views reach into it: a
 `cell` is one token's key or value of one head in one layer (written by index), a `strip` is one
 block's keys or values of one head in one layer (gathered whole). Index tensors are made once a
-step for layer 0; a layer adds a constant.
+step for layer 0; another layer's view begins that much later.
+
+What is gathered lands in one buffer that every read uses again: it stays in the cache, and fresh
+memory would cost a page fault every 4 KiB. Measured on one thread that halves the time of
+attention in a float32 decode step of 8 or 32 sequences.
 
 On an accelerator the pool is a mirror of the host memory that transports work on: `load` brings
 blocks that a peer wrote, `store` hands back what was computed. On the CPU both are the same.
@@ -44,8 +48,12 @@ class KvPool:
         self._host = host
         self._parts = 1 if layout.kind == "latent" else 2
         self._blocks = torch.zeros_like(host, device=device) if mirrored else host
-        self._strips = self._blocks.view(-1, layout.block_size * layout.head_dim)
-        self._cells = self._blocks.view(-1, layout.head_dim)
+        strips = self._blocks.view(-1, layout.block_size * layout.head_dim)
+        cells = self._blocks.view(-1, layout.head_dim)
+        firsts = range(0, layout.layers * self._parts, self._parts)
+        self._strips = [strips[first:] for first in firsts]  # of each layer
+        self._cells = [cells[first * layout.block_size :] for first in firsts]
+        self._gathered = self._blocks.new_empty(0)
 
     @property
     def block_size(self) -> int:
@@ -73,15 +81,23 @@ class KvPool:
 
     def write(self, layer: int, cells: Tensor, kv: Tensor) -> None:
         """Put keys and values [tokens, parts * kv_heads, head_dim] where `cells_of` said."""
-        at = cells + layer * self._parts * self.block_size
-        self._cells.index_copy_(0, at, kv.reshape(-1, self.layout.head_dim))
+        self._cells[layer].index_copy_(0, cells, kv.reshape(-1, self.layout.head_dim))
 
     def read(self, layer: int, strips: Tensor) -> Tensor:
-        """Whole blocks [parts, sequences, kv_heads, tokens, head_dim], copied."""
+        """Whole blocks [parts, sequences, kv_heads, tokens, head_dim], copied.
+
+        They hold until the next read.
+        """
         parts, sequences, kv_heads, blocks = strips.shape
-        found = self._strips.index_select(0, strips.view(-1) + layer * parts)
-        tokens = blocks * self.block_size
-        return found.view(parts, sequences, kv_heads, tokens, self.layout.head_dim)
+        tokens, width = blocks * self.block_size, self.layout.head_dim
+        found = self._room(strips.numel(), self.block_size * width)
+        torch.index_select(self._strips[layer], 0, strips.view(-1), out=found)
+        return found.view(parts, sequences, kv_heads, tokens, width)
+
+    def _room(self, rows: int, width: int) -> Tensor:
+        if self._gathered.numel() < rows * width:
+            self._gathered = self._blocks.new_empty(rows * width + rows * width // 4)
+        return self._gathered[: rows * width].view(rows, width)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero blocks that will be filled in part: what a former owner, or a broken transfer,

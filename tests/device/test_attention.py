@@ -68,3 +68,15 @@ def test_clearing_touches_the_named_blocks_alone() -> None:
     cleared = [block for block in range(6) if bool((whole[block] == 0).all())]
     assert cleared == [1, 4]
     assert int(whole.isnan().sum()) == 4 * whole[0].numel()
+
+
+def test_every_read_uses_the_same_memory_which_grows_when_it_must() -> None:
+    kv_pool, whole = pool()
+    whole.copy_(torch.randn(whole.shape))
+    small, large = kv_pool.strips_of(np.array([[3]])), kv_pool.strips_of(np.array([[4, 1, 0]]))
+    kv_pool.read(0, small)
+    grown = kv_pool.read(2, large)
+    assert torch.equal(grown[1, 0, 1, 4:8], whole[1, 1, 2, 1])
+    again = kv_pool.read(1, small)
+    assert again.data_ptr() == grown.data_ptr()
+    assert torch.equal(again[0, 0, 1], whole[3, 1, 1, 0])
