@@ -140,6 +140,73 @@ def bench_first_token(
     raise typer.Exit(bring_up(wanted, defaults, _out(), os.environ, meanwhile))
 
 
+@bench.command(
+    "interference",
+    epilog="Example: `pdrt bench interference --chunks 64,256 --json figures.json --plot a.png`",
+)
+def bench_interference(
+    model: Annotated[
+        str, typer.Option(help="A model's directory, or llama-100m or tiny: random ones made here.")
+    ] = "llama-100m",
+    dtype: DtypeOption = "",
+    chunks: Annotated[str, typer.Option(help="Chunk sizes of hybrid.")] = "64,128,256,512",
+    streams: Annotated[int, typer.Option(min=1, max=256, help="That decode all the time.")] = 8,
+    output_len: Annotated[
+        int, typer.Option("--output", min=16, help="Tokens of each of their answers.")
+    ] = 256,
+    input_len: Annotated[
+        int, typer.Option("--input", min=16, help="Tokens of the prompts that come meanwhile.")
+    ] = 2048,
+    every: Annotated[
+        float, typer.Option(min=0.0, help="Seconds from prompt to prompt; 0: see --share.")
+    ] = 0.0,
+    share: Annotated[
+        float, typer.Option(min=0.05, max=1.0, help="Of the prefill core's time, for prompts.")
+    ] = 0.8,
+    seconds: Annotated[float, typer.Option(min=1.0, max=3600.0, help="Of each turn.")] = 60.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each layout.")] = 3,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One short turn of each, two chunk sizes: a first look.")
+    ] = False,
+    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
+    plot: Annotated[str, typer.Option(help="Draw them here: .png, .svg or .pdf.")] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
+) -> None:
+    """What long prompts do to decode streams: 1P1D with a core each, hybrid on both cores.
+
+    Starts 1P1D, hybrid without chunks and hybrid with each chunk size, one after the other.
+    """
+    from pdrt.bench.interference import Asked, chunks_of, cores_of, interference
+    from pdrt.bench.layouts import Ground
+    from pdrt.bench.random_model import NAMED, prepared
+    from pdrt.bench.shell import Report
+    from pdrt.bench.traffic import Pace, Traffic
+    from pdrt.modelspec import ModelSpec
+    from pdrt.up.layout import Wanted
+
+    if model in NAMED:
+        model = str(prepared(config.cache_dir(), model, NAMED[model]))
+    chosen = {"model": {name: v for name, v in (("path", model), ("dtype", dtype)) if v}}
+    defaults = config.load(NodeConfig, None, options=chosen)
+    wanted = _measured(Wanted(dtype=dtype, transport=defaults.transfer.transport), defaults)
+    sizes = chunks_of(chunks)
+    asked = Asked(
+        traffic=Traffic(
+            vocab=ModelSpec.read(wanted.model, backend=defaults.model.backend).vocab,
+            streams=streams,
+            stream_output=output_len,
+            prompt_input=input_len,
+            seconds=min(seconds, 15.0) if quick else seconds,
+        ),
+        chunks=sizes[1::2] or sizes if quick else sizes,
+        rounds=1 if quick else rounds,
+        pace=Pace(every, share),
+    )
+    cores = cores_of(list(os.sched_getaffinity(0)))
+    ground = Ground(wanted, defaults, os.environ, cores)
+    raise typer.Exit(interference(asked, ground, Report(json_file, plot, quiet), _out()))
+
+
 @app.command(
     "demo-model",
     epilog="Example: `pdrt generate 'Hello' --model $(pdrt demo-model --path)`",

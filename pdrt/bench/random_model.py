@@ -1,11 +1,13 @@
 """A random model of a known size, in the usual directory layout: for measuring speed, not answers.
 
 Weights are drawn with a fixed seed and spread so that logits are spread too. Nothing is
-downloaded, and no tokenizer is made: benches speak in token ids.
+downloaded. The tokenizer is there so that the model can be served: its tokens are one or two
+ASCII characters, so that a stream says each one as soon as it is drawn.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -17,6 +19,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 Weights = npt.NDArray[np.float32]
 Shape = Mapping[str, int]
@@ -41,6 +47,8 @@ TINY: Final[Shape] = {
     "vocab_size": 320,
     "max_position_embeddings": 4096,
 }
+_END: Final = "<|end|>"
+_SPACE: Final = "\u0120"  # as byte-level tokenizers write it
 NAMED: Final[Mapping[str, Shape]] = {"llama-100m": LLAMA_100M, "tiny": TINY}
 
 
@@ -54,6 +62,8 @@ def prepared(cache: Path, name: str, shape: Shape) -> Path:
             fresh.rename(directory)
         except OSError:  # another process was first
             shutil.rmtree(fresh, ignore_errors=True)
+    if not (directory / "tokenizer.json").is_file():  # made before there was one
+        add_tokenizer(directory, shape["vocab_size"])
     return directory
 
 
@@ -61,6 +71,7 @@ def make(directory: Path, shape: Shape) -> None:
     """Write config.json and the weights, float32."""
     directory.mkdir(parents=True, exist_ok=True)
     save_file(dict(_weights(shape)), directory / "model.safetensors")
+    add_tokenizer(directory, shape["vocab_size"])
     about = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -72,6 +83,24 @@ def make(directory: Path, shape: Shape) -> None:
         "hidden_act": "silu",
     }
     (directory / "config.json").write_text(json.dumps(about | dict(shape), indent=1))
+
+
+def add_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Byte-level BPE over ASCII; the last id ends an answer."""
+    chars = [*map(chr, range(33, 127)), _SPACE]
+    pairs = itertools.islice(itertools.product(chars, chars), vocab_size - len(chars) - 1)
+    merges = list(pairs)
+    pieces = [*chars, *map("".join, merges)]
+    model = BPE({piece: id_ for id_, piece in enumerate(pieces)}, merges)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens([_END])
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END}
+    (directory / "tokenizer_config.json").write_text(json.dumps(about))
+    fresh = directory / f".tokenizer-{os.getpid()}"
+    tokenizer.save(str(fresh))
+    fresh.rename(directory / "tokenizer.json")
 
 
 def _weights(shape: Shape) -> Iterator[tuple[str, Weights]]:

@@ -1,0 +1,96 @@
+"""Loads put on several servers in turns, so that whatever else a machine does meets all alike.
+
+In each round every server has a turn with each load, in an order that rotates; what is compared
+are figures of the same round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final, TypeAlias, TypeVar
+
+from aiohttp import ClientSession
+
+from pdrt.bench.heard import Record, told_by
+from pdrt.bench.load import Ran, Server, client, poisson, sender, steady
+from pdrt.bench.prompts import Prompts
+from pdrt.bench.summary import Turn
+from pdrt.errors import Unavailable
+
+T = TypeVar("T")
+Step: TypeAlias = Callable[[str], None]  # told of each request that is over, and whose it was
+Turns: TypeAlias = Mapping[tuple[str, str], Sequence[Turn]]  # by load and server
+_WARMING: Final = -1  # the number of the round before the first
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a server has to do in one turn."""
+
+    title: str
+    prompts: Prompts
+    requests: int
+    concurrency: int
+    rate: float = 0.0  # requests a second, by chance; 0: as many in flight as `concurrency`
+
+    async def put_on(self, session: ClientSession, server: Server, number: int, step: Step) -> Ran:
+        asks = self.prompts.draw(self.requests, number, server.name)
+        bodies = [server.body(ask) for ask in asks]
+        send = sender(session, server)
+
+        def done(_record: Record) -> None:
+            step(f"{self.title}: {server.name}")
+
+        if self.rate:
+            random = Random(f"{self.prompts.seed} {number}")
+            return await poisson(send, bodies, self.rate, random, done)
+        return await steady(send, bodies, self.concurrency, done)
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    rounds: int
+    warm_up: int  # requests to each server that do not count
+    timeout_s: float
+    api_key: str = ""
+    model: str = ""
+
+    def requests(self, servers: int, loads: Sequence[Load]) -> int:
+        """All that will be sent, but for the warm-up."""
+        return self.rounds * servers * sum(load.requests for load in loads)
+
+
+async def measure(
+    servers: Sequence[Server], loads: Sequence[Load], effort: Effort, step: Step
+) -> Turns:
+    """Raises PdrtError when a server cannot be asked at all; later failures are counted."""
+    found: dict[tuple[str, str], list[Turn]] = {}
+    async with client(effort.timeout_s, effort.api_key) as session:
+        servers = [await server.named(session, effort.model) for server in servers]
+        for server in servers:
+            await _warm_up(session, server, loads, effort.warm_up)
+        for number in range(effort.rounds):
+            for load in loads:
+                for server in rotated(servers, number):
+                    ran = await load.put_on(session, server, number, step)
+                    found.setdefault((load.title, server.name), []).append(Turn.of(ran))
+    return found
+
+
+async def _warm_up(
+    session: ClientSession, server: Server, loads: Sequence[Load], requests: int
+) -> None:
+    """Of each load that many requests, in its concurrency. Raises Unavailable when one fails."""
+    for load in loads:
+        few = Load(load.title, load.prompts, requests, load.concurrency)
+        ran = await few.put_on(session, server, _WARMING, lambda _whose: None)
+        for told in map(told_by, ran.records):
+            if told.failure:
+                raise Unavailable(f"{server.name}, warming up: {told.failure}: {told.reason}")
+
+
+def rotated(those: Sequence[T], number: int) -> list[T]:
+    at = number % len(those)
+    return [*those[at:], *those[:at]]
