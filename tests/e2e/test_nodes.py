@@ -1,10 +1,9 @@
-"""Instances that span nodes answer as one rank does, and lose no more than what died."""
+"""Instances that span nodes answer as one rank does; the default run has test_nodes_faults."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,13 +44,8 @@ LAYOUTS = {
 }
 
 
-def layouts() -> list[Any]:
-    """The default run has one."""
-    first, *rest = LAYOUTS
-    return [first, *(pytest.param(layout, marks=pytest.mark.slow) for layout in rest)]
-
-
-@pytest.mark.parametrize("layout", layouts())
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 async def test_nodes_answer_together_as_one_rank_does(tmp_path: Path, layout: str) -> None:
     cluster = multinode.make(tmp_path, LAYOUTS[layout], SETTINGS)
     async with cluster.running():

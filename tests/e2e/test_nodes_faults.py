@@ -71,6 +71,10 @@ async def check_whole(cluster: Cluster) -> None:
     await cluster.until_baseline(5)
 
 
+async def lives(cluster: Cluster) -> list[int]:
+    return [worker["lives"] for worker in (await cluster.status("node0"))["workers"]]
+
+
 async def serves(cluster: Cluster) -> bool:
     answer = await request(cluster, PROMPT[:100])
     if answer.status != 200:
@@ -87,14 +91,23 @@ async def says(cluster: Cluster, name: str, what: str) -> bool:
     return status == 503 and what in body["reason"]
 
 
+async def test_two_nodes_answer_together_as_one_rank_does(cluster: Cluster) -> None:
+    prompts = [[i, 7, 2 * i, 99] * (5 * i + 1) for i in range(8)]
+    got = await asyncio.gather(*(request(cluster, prompt) for prompt in prompts))
+    assert [answer.ids for answer in got] == [ALONE.answer(p, SAMPLING) for p in prompts]
+    status = await cluster.status("node0")
+    assert [worker["rank"] for worker in status["workers"]] == ["0,0,0", "0,0,1"]
+    await cluster.until_baseline()
+
+
 async def test_a_far_worker_that_dies_costs_its_group_once(cluster: Cluster) -> None:
     """CASES 33: on another node too."""
-    pending = await in_flight(cluster)
+    lived, pending = await lives(cluster), await in_flight(cluster)
     struck = time.monotonic()
     os.kill(await cluster.worker_pid("node1"), signal.SIGKILL)
     await check_typed(pending, struck, BOUND_S)
     await check_whole(cluster)
-    assert [w["lives"] for w in (await cluster.status("node0"))["workers"]] == [2, 2]
+    assert await lives(cluster) == [before + 1 for before in lived]
 
 
 async def test_a_far_node_that_dies_is_named_and_comes_back(cluster: Cluster) -> None:
