@@ -109,6 +109,7 @@ class SchedulerSection(Section):
     max_batch_size: Annotated[int, Field(ge=1, le=4096)] = 64
     max_prefill_tokens: Annotated[int, Field(ge=1)] = 512  # chunk size
     num_reserved_decode_tokens: Annotated[int, Field(ge=1)] = 64
+    adaptive_reserve: bool = True  # the number before is where it begins
     max_waiting: Positive = 1024  # beyond: 429
     prefix_cache: bool = True
     retraction: Literal["reprefill", "local"] = "reprefill"

@@ -65,6 +65,7 @@ def scheduler(spec: WorkerSpec, runner: Runner, blocks: int) -> AnyScheduler:
         max_batch_size=config.max_batch_size,
         max_prefill_tokens=config.max_prefill_tokens,
         reserved_tokens=config.num_reserved_decode_tokens,
+        adaptive_reserve=config.adaptive_reserve,
         max_waiting=config.max_waiting,
         retraction=config.retraction,
         chunked=transfer.chunked,

@@ -209,13 +209,15 @@ class Scheduler:
 
     def _retract(self, request: Request) -> None:
         self.book.counters["retractions"] += 1
+        self.book.reserve.lost(len(request.tokens))
         elsewhere = self.is_computed_elsewhere(request)
         self.book.move(request, Returned() if elsewhere else Retracted())
 
     def _admit(self, prefill_tokens: int) -> list[Request]:
         book = self.book
-        if not book.line or not book.blocks.free:
+        if not book.line:
             return []
+        book.reserve.waited()
         return book.admit(
             Space(
                 blocks=book.blocks.free - book.reserved,

@@ -57,7 +57,9 @@ class Book:
         slots: int,
     ) -> None:
         self._table, self.limits = table, limits  # with R as it is now
-        self._reserve = Reserve(limits.reserved_tokens, is_adaptive=limits.adaptive_reserve)
+        self.reserve = Reserve(
+            limits.reserved_tokens, limits.max_prefill_tokens, is_adaptive=limits.adaptive_reserve
+        )
         self.reserved = 0  # blocks that are kept free for those that may grow
         self.seats = 0  # sequences that hold memory, or will from the same prompt
         self.blocks = BlockPool(blocks)
@@ -150,7 +152,7 @@ class Book:
 
     def _adapt(self) -> None:
         """Keep what R says free for those that run already, too."""
-        tokens = self._reserve.tokens
+        tokens = self.reserve.tokens
         if abs(tokens - self.limits.reserved_tokens) >= self.limits.block_size:
             self.limits = replace(self.limits, reserved_tokens=tokens)
             for state in _GROWING:
@@ -240,7 +242,7 @@ class Book:
     def _file(self, request: Request) -> None:
         state = request.state
         if state is State.DONE:
-            self._reserve.learn(request.said)
+            self.reserve.ended(request.said)
             del self.requests[request.key], self.rooms[request.room]
             self._leave_group(request)
             self.timers.drop(request.key)

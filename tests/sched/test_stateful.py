@@ -57,6 +57,7 @@ LIMITS = Limits(
     max_batch_size=3,
     max_prefill_tokens=3,
     reserved_tokens=2,
+    adaptive_reserve=True,
     max_waiting=6,
     patience=2,
 )
