@@ -112,7 +112,8 @@ class SchedulerSection(Section):
     adaptive_reserve: bool = True  # the number before is where it begins
     max_waiting: Positive = 1024  # beyond: 429
     prefix_cache: bool = True
-    retraction: Literal["reprefill", "local"] = "reprefill"
+    retraction: Literal["auto", "copy", "reprefill", "local"] = "auto"  # copy on cuda and npu
+    host_kv_memory: Annotated[float, Field(ge=0)] = 0.02  # for copies; <= 1: fraction, else bytes
 
 
 class FaultSection(Section):

@@ -6,17 +6,19 @@ Loading and computing block, so they have a thread of their own; the event loop 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, ParamSpec, TypeAlias, TypeVar
 
 from pdrt.config import NodeConfig
 from pdrt.data.memory import PoolMemory
-from pdrt.device.backends import Progress, open_runner
-from pdrt.device.batch import Runner
+from pdrt.device.backends import Progress, open_runner, retraction_of
+from pdrt.device.batch import Drawn, Runner, SeqStep
+from pdrt.device.moves import Moves
 from pdrt.device.places import Rendezvous
 from pdrt.device.poolsize import host_bytes, pool_blocks
+from pdrt.device.spare import Spare, spare_blocks
 from pdrt.errors import PeerLost
 from pdrt.messages import Loading
 from pdrt.modelspec import ModelSpec
@@ -40,6 +42,7 @@ class DeviceThread:
         self.max_len = 0  # tokens that a sequence may have
         self.runner: Runner
         self.memory: PoolMemory
+        self.spare: Spare
 
     async def load(self) -> None:
         """Raises PeerLost when it takes too long, ConfigError and what else the device dislikes."""
@@ -60,6 +63,7 @@ class DeviceThread:
             self._load, config, self._progress, rank.tp, config.parallel.tp
         )
         self.memory = await self.run(self._make_memory)
+        self.spare = await self.run(self._make_spare)
 
     def _make_memory(self) -> PoolMemory:
         """In the device thread, for touching each page takes a while."""
@@ -71,6 +75,24 @@ class DeviceThread:
         self.runner.bind(memory.pool_view, blocks)
         self._progress("kv pool", 1, 1)
         return memory
+
+    def _make_spare(self) -> Spare:
+        """None for those who retract nothing, or want no copies."""
+        spec, layout = self._spec, self.runner.layout
+        blocks = 0
+        if spec.role != "prefill" and retraction_of(spec.config) == "copy":
+            blocks = spare_blocks(spec.config.scheduler, layout, self.max_len, host_bytes())
+        return Spare(self.memory.pool_view, layout.block_bytes, blocks)
+
+    async def step(
+        self, batch: Sequence[SeqStep], moves: Moves
+    ) -> tuple[list[Drawn], tuple[int, ...]]:
+        """What was drawn, after the moves, and the keys of those that failed."""
+        return await self.run(self._step, batch, moves)
+
+    def _step(self, batch: Sequence[SeqStep], moves: Moves) -> tuple[list[Drawn], tuple[int, ...]]:
+        lost = self.spare.do(moves) if moves else ()
+        return self.runner.execute(batch), lost
 
     async def join(self, rendezvous: Rendezvous) -> None:
         """Meet the group's other ranks, all of which come now. Raises PeerLost."""

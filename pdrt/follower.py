@@ -86,11 +86,14 @@ class Follower:
         await life.open_transfers(tasks)
         if life.transfers is not None:
             tasks.create_task(life.follow(life.transfers, self._tell_events))
-        layout, blocks = device.memory.layout, device.memory.blocks
+        layout, blocks, copies = device.memory.layout, device.memory.blocks, device.spare.blocks
         if not self._has_head.is_set():
             self._link.tell(messages.Loading(stage="waiting for tp 0", done=0, total=1))
             await self._has_head.wait()
-        self._head.tell(messages.Hello(process=this_process(), layout=layout, blocks=blocks))
+        hello = messages.Hello(
+            process=this_process(), layout=layout, blocks=blocks, host_blocks=copies
+        )
+        self._head.tell(hello)
         await device.join(await self._rendezvous)
         self._head.tell(messages.Joined())
         life.be_ready(tasks, self._stats)
@@ -125,10 +128,10 @@ class Follower:
         """The steps in order, and after each what has waited for it."""
         while True:
             step = await self._batches.get()
-            batch, began = steps.unpack(step), time.monotonic()
-            await self._device.run(self._device.runner.execute, batch)
+            batch, moves, began = steps.unpack(step), steps.unpack_moves(step), time.monotonic()
+            _, lost = await self._device.step(batch, moves)
             self._computed, self._step_s = step.number, time.monotonic() - began
-            self._head.tell(messages.Stepped(number=step.number))
+            self._head.tell(messages.Stepped(number=step.number, lost=lost))
             self._carry_out()
             self._life.news.set()
 

@@ -25,6 +25,7 @@ from pdrt.data.group import Group
 from pdrt.data.manager import TransferStats
 from pdrt.data.relay import pack_command, unpack_event
 from pdrt.device.batch import SeqStep
+from pdrt.device.moves import NONE, Moves
 from pdrt.device.places import Rendezvous, TcpPlace
 from pdrt.devicethread import DeviceThread
 from pdrt.errors import ConfigError, PeerLost
@@ -55,6 +56,7 @@ class Members:
         self._joined: set[int] = set()
         self._stepped = dict.fromkeys(self._links, 0)
         self._begun = self._computed = 0  # steps, by ourselves
+        self._lost = set[int]()
         self._stall = StallWatch()
         self._news = asyncio.Event()
         self.told: ToldEvent | None = None  # hears the followers' transfer events
@@ -149,21 +151,33 @@ class Members:
                 f"[scheduler] kv_memory: worker {self._spec.rank} has {ours.blocks} KV blocks and"
                 f" worker {theirs} has {hello.blocks}; give bytes instead of a fraction"
             )
+        if device.spare.blocks != hello.host_blocks:
+            raise ConfigError(
+                f"[scheduler] host_kv_memory: worker {self._spec.rank} has room for"
+                f" {device.spare.blocks} KV blocks and worker {theirs} for {hello.host_blocks};"
+                " give bytes instead of a fraction"
+            )
 
     # Steps and commands.
 
-    async def step(self, batch: Sequence[SeqStep]) -> None:
+    async def step(self, batch: Sequence[SeqStep], moves: Moves = NONE) -> None:
         """Have it computed, before we begin it ourselves."""
         await self._until(lambda: self._begun - min(self._stepped.values()) < _MOST)
         self._begun += 1
         self._stall.begun(sum(len(step.tokens) for step in batch), self._clock())
-        self._tell_all(steps.pack(self._begun, batch))
+        self._tell_all(steps.pack(self._begun, batch, moves))
 
     def computed(self) -> None:
         """We have the step that was begun; what is ordered from now on may rest on it."""
         self._computed = self._begun
         self._stall.computed(self._clock())
         self._stall.ended(self._ended)
+
+    async def lost(self) -> set[int]:
+        """The keys of moves that failed on a follower, once all have computed what we have."""
+        await self._until(lambda: min(self._stepped.values()) >= self._computed)
+        lost, self._lost = self._lost, set()
+        return lost
 
     def order(self, tp: int, command: TransferCommand) -> None:
         self._links[tp].tell(Order(after=self._computed, command=pack_command(command)))
@@ -181,7 +195,8 @@ class Members:
                     self._hellos[tp] = message
                 case Joined():
                     self._joined.add(tp)
-                case Stepped(number=number):
+                case Stepped(number=number, lost=lost):
+                    self._lost.update(lost)
                     self._stepped[tp] = number
                     self._stall.ended(self._ended)
                 case Told(event=event):

@@ -586,6 +586,8 @@ class Stats:
     step_ms: float = 0.0
     draining: bool = False
     transports: dict[str, str] = Field(default_factory=dict)  # peer -> its, and GB/s at its trial
+    host_blocks_used: Number = 0
+    host_blocks_total: Number = 0
 
 
 @_wire
@@ -630,6 +632,11 @@ class Step:
     blocks: Annotated[bytes, Field(max_length=1 << 23)]
     copies: Annotated[bytes, Field(max_length=1 << 23)] = b""  # `copy_from`; empty: none has one
     targets: Annotated[bytes, Field(max_length=1 << 23)] = b""  # rows scored; empty: nowhere
+    saves: Count = 0  # so many of the moves (see `device.moves`) are saves, the rest loads
+    move_keys: Annotated[bytes, Field(max_length=1 << 23)] = b""  # int64
+    move_counts: Annotated[bytes, Field(max_length=1 << 23)] = b""
+    move_sources: Annotated[bytes, Field(max_length=1 << 23)] = b""
+    move_targets: Annotated[bytes, Field(max_length=1 << 23)] = b""
 
 
 @_wire
@@ -652,6 +659,7 @@ class Hello:
     process: Process
     layout: KvLayout
     blocks: U32
+    host_blocks: U32 = 0
 
 
 @_wire
@@ -665,6 +673,7 @@ class Stepped:
 
     op: Literal["stepped"] = "stepped"
     number: Count
+    lost: tuple[Count, ...] = ()  # keys of moves that failed here
 
 
 @_wire

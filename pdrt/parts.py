@@ -18,6 +18,7 @@ from pdrt.data.memory import PoolMemory
 from pdrt.data.process import this_process
 from pdrt.data.transport.choose import open_transport
 from pdrt.data.transport.memfabric import Store
+from pdrt.device.backends import retraction_of
 from pdrt.device.batch import Runner
 from pdrt.sched.base import Scheduler
 from pdrt.sched.decode import DecodeDisaggScheduler
@@ -57,7 +58,7 @@ MakeTransfers: TypeAlias = Callable[
 ]
 
 
-def scheduler(spec: WorkerSpec, runner: Runner, blocks: int) -> AnyScheduler:
+def scheduler(spec: WorkerSpec, runner: Runner, blocks: int, host_blocks: int = 0) -> AnyScheduler:
     """The one of the worker's role."""
     config, transfer = spec.config.scheduler, spec.config.transfer
     limits = Limits(
@@ -67,7 +68,8 @@ def scheduler(spec: WorkerSpec, runner: Runner, blocks: int) -> AnyScheduler:
         reserved_tokens=config.num_reserved_decode_tokens,
         adaptive_reserve=config.adaptive_reserve,
         max_waiting=config.max_waiting,
-        retraction=config.retraction,
+        retraction=retraction_of(spec.config),
+        host_blocks=host_blocks,
         chunked=transfer.chunked,
         prefix_cache=config.prefix_cache,
         early_first_token=transfer.early_first_token,

@@ -1,7 +1,8 @@
 """A batch as it travels from tp 0 to its followers: columns of integers, however many sequences.
 
-How tokens are drawn stays with tp 0, and so does which ones are scored; the followers learn only
-where a token is drawn and how many rows are scored, for they have a share in those logits.
+Blocks that move before it (see `device.moves`) travel with it. How tokens are drawn stays with
+tp 0, and so does which ones are scored; the followers learn only where a token is drawn and how
+many rows are scored, for they have a share in those logits.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from itertools import chain, pairwise
 import numpy as np
 
 from pdrt.device.batch import ELSEWHERE, Scoring, SeqStep
+from pdrt.device.moves import NONE, Move, Moves
 from pdrt.errors import BadMessage
 from pdrt.messages import Step, pack_ids, unpack_ids
 
 
-def pack(number: int, batch: Sequence[SeqStep]) -> Step:
+def pack(number: int, batch: Sequence[SeqStep], moves: Moves = NONE) -> Step:
+    every = (*moves.saves, *moves.loads)
     return Step(
         number=number,
         keys=np.asarray([step.key for step in batch], "<i8").tobytes(),
@@ -28,6 +31,11 @@ def pack(number: int, batch: Sequence[SeqStep]) -> Step:
         blocks=pack_ids(list(chain.from_iterable(step.blocks for step in batch))),
         copies=_rare([step.copy_from for step in batch]),
         targets=_rare([-1 if s.scoring is None else len(s.scoring.targets) for s in batch]),
+        saves=len(moves.saves),
+        move_keys=np.asarray([move.key for move in every], "<i8").tobytes(),
+        move_counts=pack_ids([len(move.sources) for move in every]),
+        move_sources=pack_ids(list(chain.from_iterable(move.sources for move in every))),
+        move_targets=pack_ids(list(chain.from_iterable(move.targets for move in every))),
     )
 
 
@@ -51,6 +59,21 @@ def unpack(step: Step) -> list[SeqStep]:
         return [_step(*row) for row in columns]
     except ValueError as error:
         raise BadMessage(f"step {step.number}: its columns differ in length") from error
+
+
+def unpack_moves(step: Step) -> Moves:
+    """Raises BadMessage as `unpack` does."""
+    counts = unpack_ids(step.move_counts)
+    if len(step.move_keys) != 8 * len(counts) or step.saves > len(counts):
+        raise BadMessage(f"step {step.number}: {len(step.move_keys)} bytes of keys of moves")
+    keys: list[int] = np.frombuffer(step.move_keys, "<i8").tolist()
+    sources = _split(unpack_ids(step.move_sources), counts)
+    targets = _split(unpack_ids(step.move_targets), counts)
+    every = [
+        Move(key, tuple(start), tuple(end))
+        for key, start, end in zip(keys, sources, targets, strict=True)
+    ]
+    return Moves(tuple(every[: step.saves]), tuple(every[step.saves :]))
 
 
 def _step(  # noqa: PLR0913 - a column is an argument

@@ -27,6 +27,7 @@ import zmq.asyncio
 from pdrt import messages, parts, telemetry
 from pdrt.data.events import TransferEvent
 from pdrt.device.backends import open_runner
+from pdrt.device.batch import Drawn
 from pdrt.devicethread import Load
 from pdrt.errors import BadMessage, PdrtError, first_of
 from pdrt.follower import Follower
@@ -37,6 +38,7 @@ from pdrt.messages import FromWorker, Output, Outputs, Problem, ToWorker
 from pdrt.openfiles import allow_all
 from pdrt.sched.effects import Say
 from pdrt.sched.events import Cancelled, Rebound, ResumeLocally, Stopped
+from pdrt.sched.plan import Plan
 from pdrt.spawn import WorkerSpec, read_spec
 
 _LOG_S: Final = 1.0
@@ -79,7 +81,8 @@ class Worker:
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         device, members, life = self._device, self._members, self._life
         await device.load()
-        self._sched = parts.scheduler(self._spec, device.runner, device.memory.blocks)
+        blocks, copies = device.memory.blocks, device.spare.blocks
+        self._sched = parts.scheduler(self._spec, device.runner, blocks, copies)
         await life.open_transfers(tasks)
         self._transfers = own = life.transfers
         if own is not None and members is not None:
@@ -145,20 +148,28 @@ class Worker:
             self._life.news.set()
             plan = self._sched.plan(time.monotonic())
             self._carry_out()
-            if not plan.batch:
+            if not plan.is_for_device:
                 await self._rest()
                 continue
             began = time.monotonic()
-            if self._members is not None:
-                await self._members.step(plan.batch)
-            drawn = await self._device.run(self._device.runner.execute, plan.batch)
-            if self._members is not None:
-                self._members.computed()
+            drawn, lost = await self._compute(plan)
             now = time.monotonic()
-            self._sched.commit(plan, drawn, now)
+            self._sched.commit(plan, drawn, now, lost)
             self._carry_out()
             self._step_s = now - began
             self._tokens += len(drawn) + plan.prompt_tokens
+
+    async def _compute(self, plan: Plan) -> tuple[list[Drawn], set[int]]:
+        """What was drawn, and whose KV could not be moved, on any rank."""
+        members = self._members
+        if members is not None:
+            await members.step(plan.batch, plan.moves)
+        drawn, lost = await self._device.step(plan.batch, plan.moves)
+        if members is None:
+            return drawn, set(lost)
+        members.computed()
+        theirs = await members.lost() if plan.moves else set()
+        return drawn, theirs.union(lost)
 
     async def _rest(self) -> None:
         """Until something happens or a timer is due."""
@@ -205,6 +216,7 @@ class Worker:
                     **stats.queues,
                     tokens_per_s=round((self._tokens - before) / (every_s or _LOG_S), 1),
                     kv=f"{stats.blocks_used}/{stats.blocks_total}",
+                    host_kv=f"{stats.host_blocks_used}/{stats.host_blocks_total}",
                     transfers=stats.counters.get("transfers", 0),
                     retractions=stats.counters.get("retractions", 0),
                 )
@@ -220,6 +232,8 @@ class Worker:
             blocks_total=own.blocks_total,
             blocks_quarantined=own.blocks_quarantined,
             slots_used=own.slots_used,
+            host_blocks_used=own.host_blocks_used,
+            host_blocks_total=own.host_blocks_total,
             rooms=own.rooms,
             peers=moved.peers if moved else {},
             transports=moved.transports if moved else {},

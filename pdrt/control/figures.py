@@ -43,6 +43,8 @@ _GAUGES = {
     "blocks_used": "KV blocks in use",
     "blocks_total": "KV blocks there are",
     "blocks_quarantined": "KV blocks that a peer may still write or read",
+    "host_blocks_used": "Host blocks that hold KV of retracted requests",
+    "host_blocks_total": "Host blocks there are",
     "slots_used": "Metadata slots in use",
     "rooms": "Requests that the worker knows",
 }

@@ -15,6 +15,7 @@ from pdrt.errors import ConfigError
 from pdrt.modelspec import NULL_PATH, NULL_SPEC, ModelSpec
 
 Progress: TypeAlias = Callable[[str, int, int], None]  # stage, done, total
+Retraction: TypeAlias = Literal["copy", "reprefill", "local"]
 Kind: TypeAlias = Literal["cpu", "cuda", "npu", "null"]
 
 
@@ -64,6 +65,14 @@ def device_kind(config: NodeConfig) -> Kind:
             "[device] kind = 'npu': torch-npu is not installed: pip install torch-npu"
         )
     return kind
+
+
+def retraction_of(config: NodeConfig) -> Retraction:
+    """What `auto` means here: on a CPU copies would only take memory that KV could have."""
+    asked = config.scheduler.retraction
+    if asked != "auto":
+        return asked
+    return "copy" if device_kind(config) in ("cuda", "npu") else "reprefill"
 
 
 def threads_of(config: NodeConfig) -> int:

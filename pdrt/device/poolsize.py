@@ -34,5 +34,9 @@ def pool_blocks(config: SchedulerSection, layout: KvLayout, max_len: int, memory
             f"[scheduler] kv_memory = {config.kv_memory:g}: {int(wanted)} bytes hold no block of"
             f" {layout.block_bytes} bytes; give more memory or a smaller block_size"
         )
-    most = 2 * config.max_batch_size * -(-max_len // layout.block_size)
-    return min(blocks, most)
+    return min(blocks, most_blocks(config, layout, max_len))
+
+
+def most_blocks(config: SchedulerSection, layout: KvLayout, max_len: int) -> int:
+    """Those that full batches of the longest sequences could use."""
+    return 2 * config.max_batch_size * -(-max_len // layout.block_size)

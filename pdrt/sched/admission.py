@@ -27,10 +27,11 @@ class Space:
     requests: int
     prefill_tokens: int  # of this step, for those that are computed here
 
-    @property
-    def is_spent(self) -> bool:
+    def is_spent(self, request: Request) -> bool:
+        """Whether neither this one nor any after it can be admitted."""
         no_way_in = self.slots <= 0 and self.prefill_tokens <= 0
-        return self.blocks <= 0 or self.requests <= 0 or no_way_in
+        is_computed = request.state is State.SWAPPED
+        return self.blocks <= 0 or self.requests <= 0 or (no_way_in and not is_computed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,8 @@ def admit(line: Iterable[Request], space: Space, limits: Limits, pool: BlockPool
     patience = limits.patience
     woken: set[int] = set()  # blocks without an owner that somebody is granted here
     for request in line:
-        if space.is_spent or patience <= 0 or len(passed) >= limits.lookahead:
+        is_over = patience <= 0 or len(passed) >= limits.lookahead
+        if is_over or space.is_spent(request):
             break
         if grant := _fitting(request, space, limits, pool, woken):
             granted.append(grant)
@@ -104,8 +106,7 @@ def _fitting(
     request: Request, space: Space, limits: Limits, pool: BlockPool, woken: Set[int]
 ) -> Grant | None:
     """What it is granted, taken out of `space`; None when that is not enough."""
-    is_queued = request.state is State.QUEUED
-    if (space.prefill_tokens if is_queued else space.slots) <= 0:
+    if not _has_way_in(request, space):
         return None
     tokens = len(request.tokens)
     needed = _needed(request, limits, pool.total)
@@ -118,11 +119,21 @@ def _fitting(
     blocks = blocks_for(tokens, limits.block_size)
     space.blocks -= blocks - shared + reserve(request, limits)
     space.requests -= request.sampling.n
-    if is_queued:
+    if request.state is State.QUEUED:
         space.prefill_tokens -= tokens - len(found) * limits.block_size
-    else:
+    elif request.state is State.WAITING:
         space.slots -= 1
     return Grant(request, blocks, found)
+
+
+def _has_way_in(request: Request, space: Space) -> bool:
+    match request.state:
+        case State.QUEUED:
+            return space.prefill_tokens > 0
+        case State.WAITING:
+            return space.slots > 0
+        case _:
+            return True  # its KV is in host memory
 
 
 def _may_share(request: Request, count: int, limits: Limits, pool: BlockPool) -> bool:

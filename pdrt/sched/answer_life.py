@@ -13,9 +13,10 @@ from typing import Final, TypeAlias
 from pdrt.data import events as transfer
 from pdrt.data.commands import AbortReceiver, AdmitReceiver, OpenReceiver
 from pdrt.device.chance import of_sequence
+from pdrt.device.moves import Move
 from pdrt.machine import Edge, Table
 from pdrt.messages import AskPrefill, Finish, Output, pack_tops
-from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
+from pdrt.sched.effects import Booking, Effect, Free, FreeHost, Hold, Load, Save, Say
 from pdrt.sched.events import (
     Arrived,
     AttemptLost,
@@ -37,6 +38,7 @@ from pdrt.sched.events import (
     Retracted,
     Returned,
     Stopped,
+    Swapped,
     TokenOut,
 )
 from pdrt.sched.request import First, Request, State, prompt_hash
@@ -85,6 +87,30 @@ def _grow(r: Request, e: Grown) -> Effects:
     return ()
 
 
+def _swap(r: Request, e: Swapped) -> Effects:
+    """What is computed is copied first, in the device's order: freed blocks are written later."""
+    saved = tuple(r.blocks[: len(e.host_blocks)])
+    computed, freed = r.computed, _part(r)
+    r.host_blocks, r.copied, r.is_returning = e.host_blocks, computed, True
+    return [Save(Move(r.key, saved, e.host_blocks)), *freed]
+
+
+def _restore(r: Request, e: Granted) -> Effects:
+    """It goes on where it was. What the prefix cache has is not copied."""
+    copies, computed, freed = r.host_blocks, r.copied, _drop_copy(r)
+    r.blocks, r.overtaken, r.first_block = list(e.blocks), 0, 0
+    r.computed = max(computed, e.cached_tokens)
+    lacking = copies[e.hit :]
+    if not lacking:
+        return freed
+    return [Load(Move(r.key, lacking, e.blocks[e.hit : len(copies)])), *freed]
+
+
+def _drop_copy(r: Request) -> Effects:
+    copies, r.host_blocks, r.copied = r.host_blocks, (), 0
+    return [FreeHost(copies)] if copies else ()
+
+
 def _drop_source(r: Request) -> tuple[int, ...]:
     """What its last block was copied from: a step has done so, or none will."""
     source, r.copy_from = r.copy_from, -1
@@ -99,7 +125,7 @@ def _part(r: Request, _event: object = None) -> Effects:
     blocks, slot = (*r.blocks, *_drop_source(r)), r.slot
     r.blocks, r.slot, r.computed, r.borrows = [], None, 0, False
     if not blocks:
-        return ()
+        return _drop_copy(r)  # nobody has both
     if slot is None or r.is_quiet:
         return [Free(blocks, slot)]
     first = r.first_block
@@ -287,7 +313,8 @@ def _abort(r: Request, e: Ending) -> Effects:
 
 _PREALLOC: Final = (State.BOOTSTRAPPING, State.WAITING)
 _RECEIVING: Final = (*_PREALLOC, State.TRANSFERRING)
-_HERE: Final = (State.QUEUED, State.UNBOUND, State.RUNNING)
+_HERE: Final = (State.QUEUED, State.UNBOUND, State.RUNNING, State.SWAPPED)
+_COMPUTED: Final = (State.RUNNING, State.SWAPPED)
 _EXTERNAL: Final = (
     transfer.ReceiverReady,
     transfer.PromptStarted,
@@ -321,8 +348,10 @@ EDGES: Final[Mapping[tuple[State, type], Edge[State, Request, Effect | Booking]]
     (State.RUNNING, Computed): Edge(State.RUNNING, _note),
     (State.RUNNING, TokenOut): Edge(State.RUNNING, _say),
     (State.RUNNING, LastToken): Edge(State.DONE, _say_last),
-    (State.RUNNING, Retracted): Edge(State.QUEUED, _come_back),
-    (State.RUNNING, Returned): Edge(State.BOOTSTRAPPING, _ask_again),
+    (State.RUNNING, Swapped): Edge(State.SWAPPED, _swap),
+    (State.SWAPPED, Granted): Edge(State.RUNNING, _restore),
+    **{(s, Retracted): Edge(State.QUEUED, _come_back) for s in _COMPUTED},
+    **{(s, Returned): Edge(State.BOOTSTRAPPING, _ask_again) for s in _COMPUTED},
     **{(s, AttemptLost): Edge(State.UNBOUND, _lose) for s in _RECEIVING},
     **{(s, AttemptRefused): Edge(State.DONE, _close) for s in _RECEIVING},
     **{(s, FellBack): Edge(State.QUEUED, _come_back) for s in _RECEIVING},
@@ -346,7 +375,7 @@ IGNORED: Final[Mapping[tuple[State, type], str]] = {
     **{(s, transfer.ReceiverReady): "told twice" for s in (State.WAITING, State.TRANSFERRING)},
     **{(s, transfer.PromptStarted): "it says nothing to wait for" for s in _PREALLOC},
     **{(State.QUEUED, e): _LOCAL for e in _EXTERNAL if e not in _ENDS},
-    **{(State.RUNNING, e): _ARRIVED for e in _EXTERNAL if e not in _ENDS},
+    **{(s, e): _ARRIVED for s in _COMPUTED for e in _EXTERNAL if e not in _ENDS},
     **{
         (State.UNBOUND, e): "its attempt is over"
         for e in (

@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from pdrt.data.events import TransferEvent
+from pdrt.data.layout import blocks_for
 from pdrt.device.batch import Drawn
+from pdrt.device.moves import Moves
 from pdrt.messages import Output, Submit, Top
 from pdrt.sched.admission import Space
 from pdrt.sched.answer_life import ANSWER
@@ -31,6 +33,7 @@ from pdrt.sched.events import (
     Retracted,
     Returned,
     Stopped,
+    Swapped,
     TokenOut,
 )
 from pdrt.sched.limits import Limits
@@ -38,7 +41,8 @@ from pdrt.sched.plan import Batch, Plan, fit
 from pdrt.sched.request import First, Request, State, from_submit
 from pdrt.sched.sequences import branch, drawn_firsts, living
 
-QUEUES: Final = (("waiting_queue", (State.QUEUED,)),)
+_COPY_GAIN: Final = 4  # so much faster, about, is KV copied to the host and back than computed
+QUEUES: Final = (("waiting_queue", (State.QUEUED, State.SWAPPED)),)
 
 
 class Scheduler:
@@ -139,12 +143,19 @@ class Scheduler:
         granted = [] if fitting.retract else self._admit(batch.room)
         seats = self.limits.max_batch_size - len(fitting.step)
         batch.fill([r for r in granted if r.state is State.RUNNING][:seats])
-        return book.opened(Plan(batch.steps, len(granted), len(fitting.retract), expired))
+        retracted, moves = len(fitting.retract), book.host.pop_moves()
+        return book.opened(Plan(batch.steps, len(granted), retracted, expired, moves))
 
-    def commit(self, plan: Plan, drawn: Sequence[Drawn], _now: float) -> None:
-        """Apply what the device computed to those that are still there."""
+    def commit(
+        self, plan: Plan, drawn: Sequence[Drawn], _now: float, lost: Collection[int] = ()
+    ) -> None:
+        """Apply what the device computed to those that are still there.
+
+        `lost` are the keys of those whose KV could not be moved.
+        """
         self.book.counters["prompt_tokens_computed"] += plan.prompt_tokens
-        for request, step, one in self.book.results(plan, drawn):
+        self._moved(plan.moves, lost)
+        for request, step, one in self.book.results(plan, drawn, lost):
             if one is None:
                 end = step.start + len(step.tokens)
                 self.book.learn(request, end)
@@ -205,13 +216,43 @@ class Scheduler:
 
     def is_computed_elsewhere(self, request: Request) -> bool:
         """Whether the prefill side is asked when its KV is lost."""
-        return request.source is not None and self.limits.retraction == "reprefill"
+        return request.source is not None and self.limits.retraction != "local"
 
     def _retract(self, request: Request) -> None:
+        how = "copy" if self._swap(request) else self._give_up(request)
         self.book.counters["retractions"] += 1
+        self.book.counters[f"retractions_{how}"] += 1
+
+    def _swap(self, request: Request) -> bool:
+        """Keep its KV in host memory, if there is any and if it is wanted."""
+        if self.limits.retraction != "copy" or not request.computed or request.copy_from >= 0:
+            return False
+        places = self.book.host.take(blocks_for(request.computed, self.limits.block_size))
+        if places is None:
+            self.book.counters["host_blocks_full"] += 1
+            return False
+        self.book.move(request, Swapped(places))
+        self.book.reserve.lost(len(request.tokens) // _COPY_GAIN)
+        return True
+
+    def _give_up(self, request: Request) -> str:
+        """Its KV is lost and will be computed again; where."""
         self.book.reserve.lost(len(request.tokens))
         elsewhere = self.is_computed_elsewhere(request)
         self.book.move(request, Returned() if elsewhere else Retracted())
+        return "reprefill" if elsewhere else "local"
+
+    def _moved(self, moves: Moves, lost: Collection[int]) -> None:
+        """What came back from host memory is known again; who lost its KV goes the other way."""
+        requests = self.book.requests
+        for key in lost:
+            self.book.counters["host_copies_failed"] += 1
+            if (request := requests.get(key)) is not None:
+                self._give_up(request)
+        for move in moves.loads:
+            request = requests.get(move.key)
+            if request is not None and move.key not in lost:
+                self.book.learn(request, request.computed, known=0)
 
     def _admit(self, prefill_tokens: int) -> list[Request]:
         book = self.book

@@ -7,7 +7,7 @@ disagree. What comes late, twice or of an old attempt changes nothing and is cou
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -17,8 +17,9 @@ from pdrt.machine import Table
 from pdrt.messages import Problem, Submit
 from pdrt.sched.admission import Grant, Space, admit, reserve
 from pdrt.sched.blocks import BlockPool, Held, Quarantine
-from pdrt.sched.effects import Booking, Effect, Free, Hold, Say
+from pdrt.sched.effects import Booking, Effect, Free, FreeHost, Hold, Load, Save, Say
 from pdrt.sched.events import Dropped, Failed, Granted, TokenOut
+from pdrt.sched.hostcopies import HostCopies
 from pdrt.sched.limits import Limits
 from pdrt.sched.plan import Plan, bad_logits, sendable
 from pdrt.sched.queues import Line, Timers
@@ -26,9 +27,15 @@ from pdrt.sched.request import Request, State
 from pdrt.sched.reserve import Reserve
 
 _CODES: Final = frozenset(tree())
-_IN_LINE: Final = frozenset({State.QUEUED, State.WAITING})
+_IN_LINE: Final = frozenset({State.QUEUED, State.WAITING, State.SWAPPED})
 _GROWING: Final = frozenset({State.RUNNING, State.TRANSFERRING})
-_UNSERVED: Final = (State.QUEUED, State.BOOTSTRAPPING, State.WAITING, State.UNBOUND)
+_UNSERVED: Final = (
+    State.QUEUED,
+    State.BOOTSTRAPPING,
+    State.WAITING,
+    State.UNBOUND,
+    State.SWAPPED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,8 @@ class SchedStats:
     blocks_total: int = 0
     blocks_quarantined: int = 0
     slots_used: int = 0
+    host_blocks_used: int = 0
+    host_blocks_total: int = 0
     rooms: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     draining: bool = False
@@ -64,6 +73,7 @@ class Book:
         self.seats = 0  # sequences that hold memory, or will from the same prompt
         self.blocks = BlockPool(blocks)
         self.slots = BlockPool(slots)
+        self.host = HostCopies(limits.host_blocks)
         self.quarantine = Quarantine()
         self.requests: dict[int, Request] = {}  # by key
         self.rooms: dict[int, Request] = {}  # a sequence of a group may have one of its own
@@ -188,10 +198,13 @@ class Book:
         )
         self.move(request, granted)
 
-    def learn(self, request: Request, tokens: int) -> None:
-        """The KV of its first `tokens` tokens is there: full blocks can be found from now on."""
+    def learn(self, request: Request, tokens: int, known: int | None = None) -> None:
+        """The KV of its first `tokens` tokens is there: full blocks can be found from now on.
+
+        Those of the first `known` tokens are, as far as they could be.
+        """
         size = self.limits.block_size
-        first, end = request.computed // size, tokens // size
+        first, end = (request.computed if known is None else known) // size, tokens // size
         if first == end or not self.limits.prefix_cache:
             return
         keys = request.chain.keys(request.tokens, end, size)
@@ -214,13 +227,16 @@ class Book:
     def opened(self, plan: Plan) -> Plan:
         """The same plan; when it computes something, it is open until `results` is asked for."""
         assert self._open is None, "the last plan was not committed"
-        self._open = plan if plan.batch else None
+        self._open = plan if plan.is_for_device else None
         return plan
 
     def results(
-        self, plan: Plan, drawn: Sequence[Drawn]
+        self, plan: Plan, drawn: Sequence[Drawn], lost: Collection[int] = ()
     ) -> Iterator[tuple[Request, SeqStep, Drawn | None]]:
-        """What was computed for those that are still there. Damage ends its request here."""
+        """What was computed for those that are still there. Damage ends its request here.
+
+        Of those whose KV was lost before the step nothing counts.
+        """
         assert plan is self._open, "this plan is not the open one"
         self._open = None
         tokens = {one.key: one for one in drawn}
@@ -228,7 +244,7 @@ class Book:
             request = self.requests.get(step.key)
             is_told = step.draw is not None or step.scoring is not None
             one = tokens[step.key] if is_told else None
-            if request is None:
+            if request is None or step.key in lost:
                 self.counters["late"] += 1
             elif one is not None and (problem := bad_logits(one)):
                 self.blocks.forget(request.blocks)  # the damage may be in any of them
@@ -271,6 +287,8 @@ class Book:
                 self.free(Held(blocks, slot))
             case Hold(room, attempt, blocks, slot):
                 self.quarantine.hold((room, attempt), Held(blocks, slot))
+            case Save() | Load() | FreeHost():
+                self.host.carry_out(effect)
             case _:
                 self.outbox.append(effect)
                 self._count(effect)
@@ -309,6 +327,8 @@ class Book:
             blocks_total=self.blocks.total,
             blocks_quarantined=self.quarantine.blocks,
             slots_used=self.slots.used,
+            host_blocks_used=self.host.used,
+            host_blocks_total=self.host.total,
             rooms=len(self.rooms),
             counters={**self.counters, "prefix_blocks_evicted": self.blocks.cache.evicted},
             draining=self.is_draining,

@@ -53,7 +53,7 @@ from pdrt.sched.sequences import branch, first, living
 QUEUES: Final = (
     ("prealloc_queue", (State.BOOTSTRAPPING, State.WAITING, State.UNBOUND)),
     ("transfer_queue", (State.TRANSFERRING,)),
-    ("waiting_queue", (State.QUEUED,)),
+    ("waiting_queue", (State.QUEUED, State.SWAPPED)),
 )
 
 
@@ -88,8 +88,10 @@ class DecodeDisaggScheduler:
         """Decide and reserve the next step. An empty batch means: wait for an event or timer."""
         return self._base.plan(now)
 
-    def commit(self, plan: Plan, drawn: Sequence[Drawn], now: float) -> None:
-        self._base.commit(plan, drawn, now)
+    def commit(
+        self, plan: Plan, drawn: Sequence[Drawn], now: float, lost: Collection[int] = ()
+    ) -> None:
+        self._base.commit(plan, drawn, now, lost)
 
     def submit(self, submit: Submit, now: float) -> None:
         """Raises BadRequest, TooLong, Conflict, Overloaded or Draining; then nothing is kept."""

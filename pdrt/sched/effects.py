@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pdrt.data.commands import TransferCommand
+from pdrt.device.moves import Move
 from pdrt.messages import AskPrefill, Output
 
 # For the books.
@@ -32,6 +33,27 @@ class Hold:
     slot: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Before the next step: copy these blocks to host memory."""
+
+    move: Move
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Before the next step, after its saves: copy from host memory to these blocks."""
+
+    move: Move
+
+
+@dataclass(frozen=True, slots=True)
+class FreeHost:
+    """These host blocks may be used by later steps."""
+
+    blocks: tuple[int, ...]
+
+
 # For the worker.
 
 
@@ -43,4 +65,4 @@ class Say:
 
 
 Effect: TypeAlias = TransferCommand | Say | AskPrefill
-Booking: TypeAlias = Free | Hold
+Booking: TypeAlias = Free | Hold | Save | Load | FreeHost

@@ -77,6 +77,13 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
+class Swapped:
+    """It makes way, and its KV is copied to these host blocks."""
+
+    host_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Grown:
     blocks: tuple[int, ...]
 

@@ -18,7 +18,8 @@ class Limits:
     reserved_tokens: int = 64  # kept free for each request that is admitted (R); at first
     adaptive_reserve: bool = False  # R follows what answers really use
     max_waiting: int = 1024  # beyond: Overloaded
-    retraction: Literal["reprefill", "local"] = "reprefill"
+    retraction: Literal["copy", "reprefill", "local"] = "reprefill"
+    host_blocks: int = 0  # for copies of retracted requests' KV
     chunked: bool = True  # prefill: blocks leave while the next chunk computes
     rebind_grace_s: float = 1.0  # decode: how long a lost prefill may be replaced
     early_first_token: bool = True  # decode: it is said before its KV is here

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pdrt.device.batch import Draw, Drawn, Odds, Scoring, SeqStep
+from pdrt.device.moves import NONE as NO_MOVES
+from pdrt.device.moves import Moves
 from pdrt.errors import BadLogits
 from pdrt.messages import Problem
 from pdrt.sched.limits import Limits
@@ -21,12 +23,18 @@ from pdrt.sched.sequences import draws
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. When `batch` is not empty, the plan must be committed before the next one."""
+    """One step. When it is for the device, it must be committed before the next one is made."""
 
     batch: tuple[SeqStep, ...] = ()
     granted: int = 0
     retracted: int = 0
     expired: int = 0
+    moves: Moves = NO_MOVES  # before the batch
+
+    @property
+    def is_for_device(self) -> bool:
+        """Otherwise: wait for an event or timer."""
+        return bool(self.batch or self.moves)
 
     @property
     def prompt_tokens(self) -> int:

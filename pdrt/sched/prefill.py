@@ -8,7 +8,7 @@ a prompt are taken before its first chunk, so that none waits half computed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -133,7 +133,9 @@ class PrefillDisaggScheduler:
         )
         return book.admit(space)
 
-    def commit(self, plan: Plan, drawn: Sequence[Drawn], _now: float) -> None:
+    def commit(
+        self, plan: Plan, drawn: Sequence[Drawn], _now: float, _lost: Collection[int] = ()
+    ) -> None:
         """Hand over what the device computed for those that are still there."""
         computed = sum(len(step.tokens) for step in plan.batch)
         self.book.counters["prompt_tokens_computed"] += computed

@@ -33,6 +33,7 @@ class State(StrEnum):
     UNBOUND = "unbound"  # holds nothing; its prefill was lost, another may be found
     TRANSFERRING = "transferring"  # holds blocks and a slot; the peer writes them
     RUNNING = "running"  # holds blocks; the device computes it
+    SWAPPED = "swapped"  # holds host blocks with its KV; made way, and will be first in line
     INFLIGHT = "inflight"  # holds blocks; computed, the transport still reads them
     DONE = "done"  # told; holds nothing
 
@@ -68,6 +69,8 @@ class Request:
     copy_from: int = -1  # and was that one, until a step has copied it
     slot: int | None = None
     computed: int = 0  # leading tokens whose KV is in `blocks`
+    host_blocks: tuple[int, ...] = ()  # a copy of its KV
+    copied: int = 0  # leading tokens whose KV is in `host_blocks`
     cached_tokens: int = 0  # of `computed`, those that were found computed already
     first_block: int = 0  # the receiver (prefill: the other side) holds the blocks before
     sent: int = 0  # prefill: leading blocks that were handed to the transport

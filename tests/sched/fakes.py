@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from pdrt.data.commands import AdmitReceiver
 from pdrt.data.events import SLOT_COMPLETE, FirstTokens, Received, SlotRecord, TransferEvent
 from pdrt.device.batch import Draw, Drawn, SeqStep
 from pdrt.device.chance import seed_of
+from pdrt.device.moves import Moves
 from pdrt.messages import Output, Sampling, Source, Submit, pack_ids, pack_tops
 from pdrt.sched.admission import reserve
 from pdrt.sched.blocks import Quarantine
@@ -91,6 +92,8 @@ class FakeDevice:
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.pool = [[-1] * block_size for _ in range(blocks)]
+        self.host = dict[int, list[int]]()
+        self.broken = set[int]()  # keys whose moves fail
         self.block_size = block_size
         self.script: dict[int, int] = {}
         self.batches: list[tuple[SeqStep, ...]] = []
@@ -105,6 +108,18 @@ class FakeDevice:
     def copy_from(self, other: FakeDevice, theirs: int, mine: int) -> None:
         """What a transfer does to one block."""
         self.pool[mine] = list(other.pool[theirs])
+
+    def move(self, moves: Moves) -> set[int]:
+        """What must be done before the step; the keys of those that failed."""
+        for move in moves.saves:
+            for block, place in zip(move.sources, move.targets, strict=True):
+                self.host[place] = [] if move.key in self.broken else list(self.pool[block])
+        for move in moves.loads:
+            for place, block in zip(move.sources, move.targets, strict=True):
+                self.pool[block] = (
+                    [-2] * self.block_size if move.key in self.broken else list(self.host[place])
+                )
+        return {m.key for m in (*moves.saves, *moves.loads)} & self.broken
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
         self.batches.append(tuple(batch))
@@ -136,7 +151,9 @@ class AnyScheduler(Protocol):
     def submit(self, submit: Submit, now: float) -> None: ...
     def feed(self, event: TransferEvent | Order, now: float) -> None: ...
     def plan(self, now: float) -> Plan: ...
-    def commit(self, plan: Plan, drawn: Sequence[Drawn], now: float) -> None: ...
+    def commit(
+        self, plan: Plan, drawn: Sequence[Drawn], now: float, lost: Collection[int] = ()
+    ) -> None: ...
     def next_timer(self) -> float | None: ...
     def drain(self) -> None: ...
     def stats(self) -> SchedStats: ...
@@ -177,9 +194,10 @@ class Rig:
         return plan
 
     def commit(self, plan: Plan) -> None:
-        if plan.batch:
+        if plan.is_for_device:
             self._check_writes(plan)
-            self.sched.commit(plan, self.device.execute(plan.batch), self.now)
+            lost = self.device.move(plan.moves)
+            self.sched.commit(plan, self.device.execute(plan.batch), self.now, lost)
             self.drain()
 
     def _check_writes(self, plan: Plan) -> None:
@@ -271,6 +289,8 @@ def check_books(book: Book) -> None:
         cached = book.blocks.cache.is_idle(block)
         assert not cached or (book.blocks.cache.knows(block) and not owners[block])
     assert len(slots) == len(set(slots)) == book.slots.used
+    copies = [b for r in book.requests.values() for b in r.host_blocks]
+    assert len(copies) == len(set(copies)) == book.host.used
     assert book.quarantine.blocks == sum(len(h.blocks) for _, h in book.quarantine)
     holding = {State.TRANSFERRING, State.RUNNING, State.INFLIGHT}
     for key, request in book.requests.items():
@@ -279,7 +299,8 @@ def check_books(book: Book) -> None:
         assert (request.slot is not None) == (request.state is State.TRANSFERRING), story
         assert book.queues[request.state][key] is request
         assert book.timers.at(key) == request.due, story
-        in_line = request.state in (State.QUEUED, State.WAITING)
+        assert bool(request.host_blocks) == (request.state is State.SWAPPED), story
+        in_line = request.state in (State.QUEUED, State.WAITING, State.SWAPPED)
         assert (request in list(book.line)) == in_line
     assert sum(len(q) for q in book.queues.values()) == len(book.requests) == len(book.rooms)
     assert len(book.timers) == len(book.requests)
@@ -305,6 +326,7 @@ def is_baseline(book: Book) -> bool:
     return not (
         book.blocks.used
         or book.slots.used
+        or book.host.used
         or book.requests
         or book.rooms
         or book.groups

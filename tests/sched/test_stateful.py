@@ -185,7 +185,7 @@ class World(RuleBasedStateMachine):
     @rule()
     def step_begins(self) -> None:
         plan = self.rig.plan()
-        self.open = plan if plan.batch else None
+        self.open = plan if plan.is_for_device else None
 
     @precondition(lambda self: self.open is not None)
     @rule()

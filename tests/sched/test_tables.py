@@ -45,6 +45,7 @@ ANSWER_OWN: tuple[type, ...] = (
     events.LastToken,
     events.Retracted,
     events.Returned,
+    events.Swapped,
 )
 ANSWER_STATES = (
     State.QUEUED,
@@ -53,6 +54,7 @@ ANSWER_STATES = (
     State.UNBOUND,
     State.TRANSFERRING,
     State.RUNNING,
+    State.SWAPPED,
     State.DONE,
 )
 PREFILL_ANY: tuple[type, ...] = (
@@ -94,7 +96,8 @@ def test_every_cell_of_the_answer_table_is_decided_once() -> None:
         queued:Dropped bootstrapping:Dropped waiting:Dropped unbound:Dropped
         transferring:Dropped running:Dropped
         running:Grown running:Computed running:TokenOut running:LastToken running:Retracted
-        running:Returned done:Computed done:TokenOut done:LastToken""",
+        running:Returned running:Swapped swapped:Granted swapped:Retracted swapped:Returned
+        swapped:Dropped done:Computed done:TokenOut done:LastToken""",
     )
     assert ANSWER.undecided(ANSWER_STATES, ANSWER_ANY + ANSWER_OWN) == expected
     assert not ANSWER.edges.keys() & ANSWER.ignored.keys()
