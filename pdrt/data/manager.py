@@ -31,7 +31,7 @@ from pdrt.data.commands import (
     TellStarted,
     TransferCommand,
 )
-from pdrt.data.events import TransferEvent
+from pdrt.data.events import ReceiveFailed, TransferEvent
 from pdrt.data.limits import Limits, Patience
 from pdrt.data.meeting import Meetings
 from pdrt.data.memory import PoolMemory
@@ -243,6 +243,11 @@ class KVTransferManager:
         """What happened since the last call, in order."""
         events = list(self._desk.events)
         self._desk.events.clear()
+        for event in events:
+            if isinstance(event, ReceiveFailed):  # the request may go on, and nobody hear of it
+                problem = event.problem
+                where = {"room": event.room, "attempt": event.attempt}
+                _log.warning("receive_failed", **where, code=problem.code, reason=problem.message)
         return events
 
     def stats(self) -> TransferStats:
