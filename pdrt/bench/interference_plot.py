@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from pdrt.bench.serve_plot import shares
 from pdrt.bench.summary import Spread
 from pdrt.bench.traffic import Seen
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def draw(file: str, seen: Mapping[str, Seen]) -> None:
@@ -31,7 +35,7 @@ def draw(file: str, seen: Mapping[str, Seen]) -> None:
     figure.savefig(file)
 
 
-def _bars(axis, seen: Mapping[str, Seen]) -> None:  # type: ignore[no-untyped-def] # matplotlib
+def _bars(axis: Axes, seen: Mapping[str, Seen]) -> None:
     kinds = (
         ("long prompts", [Spread.of(one.prompt_ttft_s) for one in seen.values()]),
         ("decode streams", [Spread.of(one.stream_ttft_s) for one in seen.values()]),

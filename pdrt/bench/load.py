@@ -29,6 +29,10 @@ Send: TypeAlias = Callable[[bytes], Awaitable[Record]]
 Done: TypeAlias = Callable[[Record], None]
 Clock: TypeAlias = Callable[[], float]
 _JSON: Final = {"content-type": "application/json"}
+_SERVER: Final = re.compile(
+    r"(?:(?P<name>[\w.+ -]{1,40})=)?"
+    r"(?P<url>(?:https?://)?(?:\[[\da-fA-F:]+\]|[\w.-]+)(?::\d{1,5})?(?:/\S*)?)"
+)
 _CONNECT_S: Final = 10.0
 _PATHS: Final[dict[Form, str]] = {"completions": "/v1/completions", "generate": "/generate"}
 
@@ -45,12 +49,12 @@ class Server:
     @staticmethod
     def parse(text: str) -> Server:
         """`URL` or `NAME=URL`, with or without /v1. Raises ConfigError."""
-        match = re.fullmatch(r"(?:([\w.+ -]{1,40})=)?((?:https?://)?[^\s=/]+(?:/\S*)?)", text)
+        match = _SERVER.fullmatch(text)
         if not match:
             raise ConfigError(f"--url {text!r}: want http://HOST:PORT or NAME=http://HOST:PORT")
-        url = match[2] if "://" in match[2] else f"http://{match[2]}"
+        url = match["url"] if "://" in match["url"] else f"http://{match['url']}"
         base = url.rstrip("/").removesuffix("/v1").rstrip("/")
-        return Server(match[1] or base.partition("://")[2], base)
+        return Server(match["name"] or base.partition("://")[2], base)
 
     async def named(self, session: ClientSession, model: str) -> Server:
         """With the model's name: the one given, else the first that it serves. Raises PdrtError."""

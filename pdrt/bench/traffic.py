@@ -180,17 +180,15 @@ class Clients:
 
     async def _prompts_come(self, every_s: float) -> int:
         """For the time that is measured, until all are answered; how many did not come."""
-        missed, due = 0, self._clock()
-        until = due + self._traffic.seconds
+        missed, began = 0, self._clock()
         async with asyncio.TaskGroup() as tasks:
-            while due < until:
+            for number in range(1, 1 + max(1, round(self._traffic.seconds / every_s))):
                 if sum(not record.ended for record in self._prompts) < MOST_AT_ONCE:
                     ask = self._traffic.prompt_ask(self._random)
                     tasks.create_task(self._send(ask, self._prompts))
                 else:
                     missed += 1
-                due += every_s
-                await asyncio.sleep(max(0.0, due - self._clock()))
+                await asyncio.sleep(max(0.0, began + number * every_s - self._clock()))
         return missed
 
     async def _send(self, ask: Ask, records: list[Record]) -> Record:
