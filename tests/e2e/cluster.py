@@ -128,6 +128,7 @@ class Cluster:
     router: Process | None = None
     http: aiohttp.ClientSession | None = None
     startup_s: float = 40.0  # a bound for a busy machine, not an expectation
+    answer_s: float = 60.0  # likewise
 
     @staticmethod
     def make(
@@ -201,7 +202,8 @@ class Cluster:
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Self]:
         """The running cluster, ready, with a client of this event loop."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
+        bound = aiohttp.ClientTimeout(total=self.answer_s)
+        async with aiohttp.ClientSession(timeout=bound) as http:
             self.http = http
             await self.until_ready()
             yield self
@@ -312,6 +314,17 @@ class Cluster:
         await self.until(self.is_at_baseline, "pools, slots and rooms are at baseline", within_s)
 
 
+PATIENT: Tables = {  # of tests of what is said, not of when: nobody is dead who is only slow
+    "timeouts": {
+        "drain_s": 5.0,
+        "request_s": 300.0,
+        "heartbeat_s": 4.0,
+        "heartbeat_timeout_s": 4.0,
+        "lease_s": 60.0,
+        "attach_s": 60.0,
+        "connect_s": 20.0,
+    },
+}
 NULL_ROUTER: Tables = {"timeouts": {"drain_s": 5.0, "request_s": 30.0}}
 
 
