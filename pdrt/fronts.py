@@ -117,7 +117,7 @@ class Lead:
         self._net: CurveContext | None = None
         self._nodes = self._others(Time(time.monotonic))
         self._nodes.hear(told)
-        self._board = Board(time.monotonic)
+        self._board = Board(time.monotonic, parallel.dp)
         handles: list[Handle] = [
             hire(rank) if grid.node_of(parallel, rank) == 0 else self._nodes.rank(rank)
             for rank in grid.all_ranks(parallel)

@@ -35,7 +35,7 @@ class Leader:
 
     def __init__(self) -> None:
         self.time = FakeTime()
-        self.board = Board(self.time.clock)
+        self.board = Board(self.time.clock, dp=1)
         self.url = ""
 
     def spec(self, folder: Path, tp: int, epoch: int = 7, role: str = "hybrid") -> WorkerSpec:

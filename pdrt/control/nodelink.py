@@ -84,6 +84,8 @@ async def _first(ends: list[Awaitable[str]], others: list[Awaitable[object]]) ->
     tasks = [asyncio.ensure_future(each) for each in (*ends, *others)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()  # two may be done at once, and what one raises is not to be lost
         return str(next(iter(done)).result())
     finally:
         for task in tasks:

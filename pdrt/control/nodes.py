@@ -7,6 +7,7 @@ rank that is not ready raises PeerLost; a node that comes again is met anew.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NoReturn, TypeAlias
@@ -137,11 +138,15 @@ class FarNode:
         return self._link is not None
 
     def admit(self, hello: NodeHello) -> str:
-        """Where its next link is. Raises Conflict for a life that is over."""
+        """Where its next link is. Raises Conflict for a life that is over, OSError for no port."""
         if hello.epoch < self._epoch:
             raise Conflict(f"{self.name} has a later life than the one that asks")
         link: Link[FromNode, ToNode] = Link(self._net.context, messages.FROM_NODE, messages.TO_NODE)
-        endpoint = link.serve(self._net)
+        try:
+            endpoint = link.serve(self._net)
+        except OSError:
+            link.close()
+            raise
         if self._next is not None:
             self._next.close()
         self._next, self._epoch, self.http = link, hello.epoch, hello.http
@@ -242,13 +247,16 @@ class _Announced:
 
 @dataclass(slots=True)
 class Board:
-    """Where the heads of groups that span nodes announce themselves."""
+    """Where the heads of groups that span nodes announce themselves, one of each dp rank."""
 
     clock: Callable[[], float]
+    dp: int
     _places: dict[int, _Announced] = field(default_factory=dict)
 
     def announce(self, dp: int, place: GroupPlace) -> None:
-        """Raises Conflict for an earlier life than the last one that was announced."""
+        """Raises BadRequest for no dp rank of ours, Conflict for an earlier life than the last."""
+        if dp not in range(self.dp):
+            raise BadRequest(f"dp rank {dp}: this instance has {self.dp}")
         known = self._places.get(dp)
         if known is not None and place.epoch < known.place.epoch:
             raise Conflict(f"tp 0 of dp rank {dp}: epoch {place.epoch} is over")
@@ -299,10 +307,8 @@ class Nodes:
         """Let those go that want to and have nothing more to do. Call it on a timer."""
         for node in self._nodes.values():
             if node.is_leaving and self.is_idle({rank.dp for rank in node.ranks}):
-                try:
+                with contextlib.suppress(Overloaded, PeerLost):  # next time, if it is there then
                     node.let_go()
-                except Overloaded:
-                    return  # next time
 
     def health(self) -> Sequence[Json]:
         return [

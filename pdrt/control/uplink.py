@@ -130,7 +130,9 @@ class Uplink:
         self._log.warning("leader_lost", reason=why)
 
     def _introduce(self) -> None:
-        """How each worker is."""
+        """How each worker is, and that we want to go when that was said to nobody yet."""
+        if self._leaving.is_set():
+            self._say(Leaving())
         self._told.clear()
         self._see()
         for handle in self._handles:
@@ -169,6 +171,7 @@ class Uplink:
                 self._say(RankSaid(rank=handle.rank, message=message))
             case _:
                 self._say(RankSaid(rank=handle.rank, message=message))
+        self._pay()  # here too, for without a leader nothing beats
         self._see()
 
     def _count(self, rooms: dict[int, int], item: Output) -> None:
@@ -247,12 +250,15 @@ class Uplink:
         self._say(RankSaid(rank=handle.rank, message=Outputs(items=(output,))))
 
     def _pay(self) -> None:
-        while self._owed:
-            handle, message = self._owed[0]
-            try:
-                handle.tell(message)
-            except PeerLost:
-                pass  # its rooms died with it
-            except Overloaded:
-                return
-            del self._owed[0]
+        """A worker that does not read keeps nobody else's from them."""
+        self._owed = [owed for owed in self._owed if not _is_paid(*owed)]
+
+
+def _is_paid(handle: Handle, message: AbortRoom) -> bool:
+    try:
+        handle.tell(message)
+    except PeerLost:
+        return True  # its rooms died with it
+    except Overloaded:
+        return False
+    return True

@@ -56,6 +56,7 @@ class Node:
     def __init__(self, rig: Rig, epoch: int) -> None:
         self.rig, self.epoch = rig, epoch
         self.settings = dict(SETTINGS)
+        self.on_join: Callable[[], object] = lambda: None
         self.net = CurveContext(KEY, "127.0.0.2")
         own_time = Time(rig.time.clock, rig.time.sleep)
         self.uplink = Uplink("leader 10.0.0.1:8100", self.join, self.net, own_time)
@@ -66,6 +67,7 @@ class Node:
     async def join(self) -> NodeWelcome:
         if self.rig.leader is None:
             raise Unavailable("the leader cannot be reached")
+        self.on_join()
         hello = NodeHello(node=1, epoch=self.epoch, http="http://x", settings=self.settings)
         return self.rig.leader.nodes.join(hello)
 

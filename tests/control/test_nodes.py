@@ -250,6 +250,31 @@ async def test_what_a_full_worker_was_owed_comes_before_the_next_request() -> No
         assert worker.told[1:] == [AbortRoom(room=7, reason="client_gone"), submit(9)]
 
 
+async def test_a_worker_that_does_not_read_keeps_no_abort_from_the_others() -> None:
+    async with joined() as rig:
+        stuck, other = rig.workers
+        stuck.is_full = True
+        rig.far.ranks[RANKS[0]].tell(AbortRoom(room=7, reason="x"))
+        rig.far.ranks[RANKS[1]].tell(AbortRoom(room=8, reason="x"))
+        await rig.until(lambda: other.told)
+        assert (stuck.told, other.told) == ([], [AbortRoom(room=8, reason="x")])
+
+
+async def test_what_a_full_worker_was_owed_reaches_it_though_no_leader_comes_again() -> None:
+    async with joined() as rig:
+        worker, node = rig.workers[1], rig.node
+        assert node is not None
+        worker.answers = None
+        rig.far.ranks[RANKS[1]].tell(submit(7))
+        await rig.until(lambda: worker.told)
+        worker.is_full = True
+        await rig.end_leader()
+        await rig.until(lambda: node.uplink.absence)
+        worker.is_full = False
+        worker.say(Outputs(items=(Output(room=7, tokens=(1,)),)))
+        assert worker.told[1:] == [AbortRoom(room=7, reason="leader_lost")]
+
+
 async def test_a_request_that_crosses_its_workers_death_is_refused() -> None:
     async with joined() as rig:
         rig.workers[1].ready = None  # the leader does not know it yet
@@ -292,6 +317,14 @@ async def test_a_node_leaves_when_the_leader_says_that_nothing_is_on_it() -> Non
         await rig.end_node()
         await rig.until(lambda: len(leader.of(Lost)) == 2)
         assert "it has left" in leader.of(Lost)[0].problem.message
+
+
+async def test_a_wish_to_leave_that_comes_during_the_handshake_is_told_after_it() -> None:
+    async with rigged() as rig:
+        rig.start_leader()
+        node = rig.start_node()
+        node.on_join = lambda: asyncio.get_running_loop().call_soon(node.uplink.leave)
+        await rig.until(lambda: rig.far.is_leaving)
 
 
 async def test_a_node_without_a_leader_may_leave_when_it_has_nothing() -> None:
@@ -377,7 +410,7 @@ def place(epoch: int) -> GroupPlace:
 
 def test_a_head_is_found_where_it_said_last_for_as_long_as_it_says_so() -> None:
     time = FakeTime()
-    board = Board(time.clock)
+    board = Board(time.clock, dp=2)
     with pytest.raises(NotFound):
         board.find(0)
     board.announce(0, place(1))
@@ -394,8 +427,14 @@ def test_a_head_is_found_where_it_said_last_for_as_long_as_it_says_so() -> None:
 
 def test_an_earlier_life_of_a_head_does_not_take_the_place_of_a_later_one() -> None:
     time = FakeTime()
-    board = Board(time.clock)
+    board = Board(time.clock, dp=2)
     board.announce(0, place(2))
     time.now += 100
     with pytest.raises(Conflict, match="epoch 1 is over"):
         board.announce(0, place(1))
+
+
+def test_the_heads_of_no_other_dp_ranks_are_remembered() -> None:
+    board = Board(FakeTime().clock, dp=2)
+    with pytest.raises(BadRequest, match="dp rank 2: this instance has 2"):
+        board.announce(2, place(1))
