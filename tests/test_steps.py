@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pdrt import messages, steps
 from pdrt.device.batch import ELSEWHERE, Draw, Scoring, SeqStep
+from pdrt.device.moves import Move, Moves
 from pdrt.errors import BadMessage
 from pdrt.messages import Sampling, pack_ids
 
@@ -46,6 +47,41 @@ def as_followers_see(step: SeqStep) -> SeqStep:
 
 def test_what_most_batches_do_not_need_costs_no_bytes() -> None:
     assert (GOOD.copies, GOOD.targets) == (b"", b"")
+    assert (GOOD.move_keys, GOOD.move_counts) == (b"", b"")
+
+
+MOVE = st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(0, 1 << 30)), max_size=4).map(
+    lambda pairs: Move(7 + len(pairs), tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+)
+MOVES = st.builds(
+    Moves, st.lists(MOVE, max_size=3).map(tuple), st.lists(MOVE, max_size=3).map(tuple)
+)
+
+
+@given(moves=MOVES)
+def test_moves_come_out_as_they_went_in(moves: Moves) -> None:
+    frame = messages.encode(messages.TO_FOLLOWER, steps.pack(3, [], moves))
+    step = messages.decode(messages.TO_FOLLOWER, frame)
+    assert isinstance(step, messages.Step)
+    assert steps.unpack_moves(step) == moves
+
+
+MOVED = steps.pack(1, [], Moves((Move(1, (2, 3), (0, 1)),), (Move(2, (4,), (5,)),)))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        replace(MOVED, saves=3),
+        replace(MOVED, move_keys=MOVED.move_keys[:9]),
+        replace(MOVED, move_counts=pack_ids([2])),
+        replace(MOVED, move_sources=MOVED.move_sources[:4]),
+        replace(MOVED, move_counts=pack_ids([4, -1])),
+    ],
+)
+def test_moves_that_do_not_fit_together_are_a_bad_message(bad: messages.Step) -> None:
+    with pytest.raises(BadMessage):
+        steps.unpack_moves(bad)
 
 
 GOOD = steps.pack(1, [SeqStep(1, [5, 6], 0, [3], None), SeqStep(2, [7], 4, [1, 2], DRAW)])
