@@ -26,7 +26,9 @@ from pdrt.spawn import WorkerSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Load: TypeAlias = Callable[[NodeConfig, Progress, int, int], Runner]  # tp rank and size
+Load: TypeAlias = Callable[
+    [NodeConfig, Progress, int, int], Runner
+]  # number in the group, and its size
 _MEET_S: Final = 60.0  # for the ranks of a group to come to a sum; the dead are noticed at once
 
 
@@ -57,11 +59,9 @@ class DeviceThread:
             ) from None
 
     async def _load_all(self) -> None:
-        config, rank = self._spec.config, self._spec.rank
+        config, size = self._spec.config, 1 + len(self._spec.followers)
         self.max_len = ModelSpec.of(config.model).max_model_len
-        self.runner = await self.run(
-            self._load, config, self._progress, rank.tp, config.parallel.tp
-        )
+        self.runner = await self.run(self._load, config, self._progress, self._spec.member, size)
         self.memory = await self.run(self._make_memory)
         self.spare = await self.run(self._make_spare)
 

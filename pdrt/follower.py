@@ -1,4 +1,4 @@
-"""The shell of a device worker with tp > 0: it computes what tp 0 of its group computes.
+"""The shell of a device worker that follows: it computes what tp 0 (of cp 0) of its group does.
 
 It has a shard of the model, a KV memory and a transfer side of its own, and no scheduler: steps
 and transfer commands come from tp 0, transfer events go there. It ends when tp 0 does; one that is
@@ -65,7 +65,7 @@ class Follower:
         else:
             context = zmq.asyncio.Context.instance()
             head: reach.Head = Link(context, messages.TO_FOLLOWER, messages.FROM_FOLLOWER)
-            head.connect(self._spec.group_endpoint(self._spec.rank.tp), watched=True)
+            head.connect(self._spec.group_endpoint(self._spec.member), watched=True)
             await self._obey(head)
 
     async def _obey(self, head: reach.Head) -> None:

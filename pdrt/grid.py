@@ -1,7 +1,8 @@
 """Which ranks an instance has, and on which of its nodes each of them is.
 
 Ranks are counted with tp varying fastest, then cp, then dp; a node has the next
-`devices_per_node` of them. So a tensor-parallel group shares a node where it can.
+`devices_per_node` of them. So a tensor-parallel group shares a node where it can. The ranks of one
+dp rank are a group with one scheduler, counted within it in the same order.
 """
 
 from __future__ import annotations
@@ -19,6 +20,20 @@ def rank_at(parallel: ParallelSection, number: int) -> Rank:
 
 def number_of(parallel: ParallelSection, rank: Rank) -> int:
     return (rank.dp * parallel.cp + rank.cp) * parallel.tp + rank.tp
+
+
+def group_size(parallel: ParallelSection) -> int:
+    return parallel.cp * parallel.tp
+
+
+def member_of(parallel: ParallelSection, rank: Rank) -> int:
+    """The rank's number in its group; 0 has the scheduler."""
+    return number_of(parallel, rank) % group_size(parallel)
+
+
+def rank_of(parallel: ParallelSection, dp: int, member: int) -> Rank:
+    """The rank that is counted `member` in the group of this dp rank."""
+    return rank_at(parallel, dp * group_size(parallel) + member)
 
 
 def all_ranks(parallel: ParallelSection) -> list[Rank]:

@@ -1,4 +1,4 @@
-"""The followers of a tensor-parallel group, as its tp 0 has them.
+"""The followers of a group (cp x tp ranks), as its tp 0 of cp 0 has them.
 
 They come and say hello, join tp 0 for the forward pass, and from then on compute each of its
 steps and carry out its transfer commands. The promises: a command is carried out by a rank when
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final, NoReturn, TypeAlias
 
 import zmq.asyncio
 
 from pdrt import duties, messages, parts, reach, steps
+from pdrt.config import ParallelSection
 from pdrt.data.commands import TransferCommand
 from pdrt.data.events import TransferEvent
 from pdrt.data.group import Group
@@ -29,8 +30,9 @@ from pdrt.device.moves import NONE, Moves
 from pdrt.device.places import Rendezvous, TcpPlace
 from pdrt.devicethread import DeviceThread
 from pdrt.errors import ConfigError, PeerLost
+from pdrt.grid import group_size
 from pdrt.link import Link
-from pdrt.messages import FromFollower, Hello, Join, Joined, Order, Rank, Stepped, ToFollower, Told
+from pdrt.messages import FromFollower, Hello, Join, Joined, Order, Stepped, ToFollower, Told
 from pdrt.spawn import WorkerSpec
 from pdrt.stall import LOOK_S, StallWatch
 
@@ -50,7 +52,7 @@ class Members:
     ) -> None:
         self._spec, self._stopping, self._clock, self._sleep = spec, stopping, clock, sleep
         self._net = reach.net_of(spec) if spec.far_followers else None
-        self._links = {tp: self._link(tp) for tp in range(1, spec.config.parallel.tp)}
+        self._links = {member: self._link(member) for member in spec.followers}
         self._far: dict[int, str] = {}  # where followers of other nodes are awaited
         self._hellos: dict[int, Hello] = {}
         self._joined: set[int] = set()
@@ -61,18 +63,18 @@ class Members:
         self._news = asyncio.Event()
         self.told: ToldEvent | None = None  # hears the followers' transfer events
 
-    def _link(self, tp: int) -> Link[FromFollower, ToFollower]:
-        is_far = self._net is not None and tp in self._spec.far_followers
+    def _link(self, member: int) -> Link[FromFollower, ToFollower]:
+        is_far = self._net is not None and member in self._spec.far_followers
         context = self._net.context if self._net and is_far else zmq.asyncio.Context.instance()
         return Link(context, messages.FROM_FOLLOWER, messages.TO_FOLLOWER)
 
     def bind(self) -> None:
         """Raises OSError."""
-        for tp, link in self._links.items():
-            if self._net is not None and tp in self._spec.far_followers:
-                self._far[tp] = link.serve(self._net)
+        for member, link in self._links.items():
+            if self._net is not None and member in self._spec.far_followers:
+                self._far[member] = link.serve(self._net)
             else:
-                link.bind(self._spec.group_endpoint(tp))
+                link.bind(self._spec.group_endpoint(member))
 
     async def run(self) -> None:
         """Raises PeerLost when a follower is gone, or when one of us is stuck."""
@@ -81,10 +83,11 @@ class Members:
             if self._net is not None:
                 tasks.create_task(self._net.guard())
                 tasks.create_task(self._announce())
-            for tp, link in self._links.items():
+            for member, link in self._links.items():
                 tasks.create_task(link.run())
-                tasks.create_task(self._listen(tp, link))
-                tasks.create_task(duties.watch(link, f"worker {self._rank(tp)}", self._stopping))
+                tasks.create_task(self._listen(member, link))
+                who = f"worker {self._spec.rank_of(member)}"
+                tasks.create_task(duties.watch(link, who, self._stopping))
 
     async def _announce(self) -> None:
         """Until those of other nodes have come."""
@@ -115,7 +118,7 @@ class Members:
                 await self._meet(device)
         except TimeoutError:
             there = self._joined if len(self._hellos) == len(self._links) else self._hellos.keys()
-            absent = ", ".join(str(self._rank(tp)) for tp in self._links if tp not in there)
+            absent = ", ".join(self._names(self._links.keys() - there))
             raise PeerLost(
                 f"worker {absent} of our group did not come within {within_s:g} s after we had"
                 " loaded ([timeouts] startup_s)"
@@ -123,8 +126,8 @@ class Members:
 
     async def _meet(self, device: DeviceThread) -> None:
         await self._until(lambda: len(self._hellos) == len(self._links))
-        for tp, hello in self._hellos.items():
-            self._check(tp, hello, device)
+        for member, hello in self._hellos.items():
+            self._check(member, hello, device)
         rendezvous = self._rendezvous()
         self._tell_all(Join(rendezvous=str(rendezvous)))
         await device.join(rendezvous)
@@ -139,8 +142,8 @@ class Members:
             return TcpPlace.open(spec.disagg.local_ip, spec.key.derive("group"))
         return spec.folder / f"rendezvous-{spec.rank.dp}.{spec.epoch}"
 
-    def _check(self, tp: int, hello: Hello, device: DeviceThread) -> None:
-        ours, theirs = device.memory, self._rank(tp)
+    def _check(self, member: int, hello: Hello, device: DeviceThread) -> None:
+        ours, theirs = device.memory, self._spec.rank_of(member)
         if different := ours.layout.differences(hello.layout):
             raise ConfigError(
                 f"the shards of workers {self._spec.rank} (here) and {theirs} (there) differ:"
@@ -179,8 +182,8 @@ class Members:
         lost, self._lost = self._lost, set()
         return lost
 
-    def order(self, tp: int, command: TransferCommand) -> None:
-        self._links[tp].tell(Order(after=self._computed, command=pack_command(command)))
+    def order(self, member: int, command: TransferCommand) -> None:
+        self._links[member].tell(Order(after=self._computed, command=pack_command(command)))
 
     def _tell_all(self, message: ToFollower) -> None:
         for link in self._links.values():
@@ -188,20 +191,20 @@ class Members:
 
     # What they say.
 
-    async def _listen(self, tp: int, link: Link[FromFollower, ToFollower]) -> None:
+    async def _listen(self, member: int, link: Link[FromFollower, ToFollower]) -> None:
         async for message in link.listen():
             match message:
                 case Hello():
-                    self._hellos[tp] = message
+                    self._hellos[member] = message
                 case Joined():
-                    self._joined.add(tp)
+                    self._joined.add(member)
                 case Stepped(number=number, lost=lost):
                     self._lost.update(lost)
-                    self._stepped[tp] = number
+                    self._stepped[member] = number
                     self._stall.ended(self._ended)
                 case Told(event=event):
                     assert self.told is not None, "a hybrid group transfers nothing"
-                    self.told(tp, unpack_event(event))
+                    self.told(member, unpack_event(event))
             self._news.set()
 
     @property
@@ -216,7 +219,8 @@ class Members:
             if lasted := self._stall.look():
                 number = self._ended + 1
                 done = {0: self._computed, **self._stepped}
-                late = ", ".join(str(self._rank(tp)) for tp, last in done.items() if last < number)
+                behind = {member for member, last in done.items() if last < number}
+                late = ", ".join(self._names(behind))
                 raise PeerLost(f"a step has lasted {lasted:g} s and has not ended on: {late}")
 
     async def _until(self, holds: Callable[[], bool]) -> None:
@@ -224,18 +228,22 @@ class Members:
             self._news.clear()
             await self._news.wait()
 
-    def _rank(self, tp: int) -> Rank:
-        return Rank(dp=self._spec.rank.dp, tp=tp)
+    def _names(self, members: Collection[int]) -> list[str]:
+        return [str(self._spec.rank_of(member)) for member in sorted(members)]
 
 
 class GroupTransfers:
     """The transfer sides of all ranks, to the worker as its own alone would be."""
 
     def __init__(
-        self, own: parts.Transfers, members: Members, size: int, wake: Callable[[], None]
+        self,
+        own: parts.Transfers,
+        members: Members,
+        parallel: ParallelSection,
+        wake: Callable[[], None],
     ) -> None:
         self._own, self._members, self._wake = own, members, wake
-        self._group = Group(size)
+        self._group = Group(group_size(parallel), parallel.cp)
         members.told = self._told
 
     def do(self, command: TransferCommand) -> None:
@@ -255,17 +263,17 @@ class GroupTransfers:
         """Of our own rank; each other one tells its own."""
         return self._own.stats()
 
-    def _told(self, tp: int, event: TransferEvent) -> None:
-        self._group.heard(tp, event)
+    def _told(self, member: int, event: TransferEvent) -> None:
+        self._group.heard(member, event)
         self._carry_out()
 
     def _carry_out(self) -> None:
         orders = self._group.orders
         while orders:
-            rank, command = orders.popleft()
-            if rank == 0:
+            member, command = orders.popleft()
+            if member == 0:
                 self._own.do(command)
             else:
-                self._members.order(rank, command)
+                self._members.order(member, command)
         if self._group.events:
             self._wake()

@@ -207,6 +207,11 @@ class Rank:
     def __str__(self) -> str:
         return f"{self.dp},{self.cp},{self.tp}"
 
+    @property
+    def is_head(self) -> bool:
+        """Whether it has the scheduler of its group, which are all ranks of one dp rank."""
+        return self.cp == self.tp == 0
+
 
 @_wire
 class Problem:
@@ -603,7 +608,7 @@ FromWorker: TypeAlias = Annotated[
 ]
 
 
-# Between the ranks of a tensor-parallel group, tp 0 and its followers.
+# Between the ranks of a group (one dp rank: cp x tp), tp 0 of cp 0 and its followers.
 
 
 @_wire
@@ -714,7 +719,7 @@ class GroupPlace:
     """Where tp 0 of a group listens for its followers of other nodes (JSON over HTTP)."""
 
     epoch: Count  # of this life of it
-    endpoints: dict[str, Short]  # by tp rank
+    endpoints: dict[str, Short]  # by number in the group
 
 
 @_wire

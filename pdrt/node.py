@@ -175,8 +175,11 @@ class Node:
 def check_served(role: Role, config: NodeConfig, place: Place) -> None:
     """Raises ConfigError for what this version or this host does not serve, or the model cannot."""
     parallel = config.parallel
-    if parallel.cp != 1:
-        raise ConfigError(f"[parallel] cp = {parallel.cp}: this version serves cp = 1 only")
+    if parallel.cp != 1 and role != "prefill":
+        raise ConfigError(
+            f"[parallel] cp = {parallel.cp}: a {role} instance has cp = 1; only prefill shares the"
+            " rows of prompts"
+        )
     if parallel.nodes_per_instance > 1:
         _check_reachable(role, config, place)
     if role != "hybrid":

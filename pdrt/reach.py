@@ -40,7 +40,7 @@ async def announce(
     Raises PeerLost when another life has taken our place.
     """
     place = GroupPlace(
-        epoch=spec.epoch, endpoints={str(tp): where for tp, where in endpoints.items()}
+        epoch=spec.epoch, endpoints={str(member): where for member, where in endpoints.items()}
     )
     async with ClientSession() as session:
         leader, trouble = _leader(spec, session), ""
@@ -62,7 +62,7 @@ async def reach(spec: WorkerSpec, net: CurveContext, sleep: Sleep = asyncio.slee
         while True:
             try:
                 place = await leader.find(spec.rank.dp)
-                endpoint = place.endpoints.get(str(spec.rank.tp)) if place else None
+                endpoint = place.endpoints.get(str(spec.member)) if place else None
                 if endpoint and (head := await _met(net, endpoint)):
                     return head
                 trouble = ""

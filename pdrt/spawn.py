@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pdrt.config import DisaggConfig, NodeConfig, Role
 from pdrt.errors import BadMessage
-from pdrt.grid import node_of
+from pdrt.grid import group_size, member_of, node_of, rank_of
 from pdrt.keys import ClusterKey
 from pdrt.messages import Rank
 
@@ -51,22 +51,35 @@ class WorkerSpec(BaseModel):
         return Path(self.endpoint.removeprefix("ipc://")).parent
 
     @property
+    def member(self) -> int:
+        """Our number in our group."""
+        return member_of(self.config.parallel, self.rank)
+
+    @property
+    def followers(self) -> range:
+        """The numbers of all but the head in our group."""
+        return range(1, group_size(self.config.parallel))
+
+    @property
     def far_followers(self) -> list[int]:
-        """The tp ranks of our group, but for tp 0, that are on other nodes than we."""
-        return [tp for tp in range(1, self.config.parallel.tp) if self._is_far(tp)]
+        """Those of them that are on other nodes than we."""
+        return [member for member in self.followers if self._is_far(member)]
 
     @property
     def is_head_far(self) -> bool:
-        """Whether tp 0 of our group is on another node."""
+        """Whether the head of our group is on another node."""
         return self._is_far(0)
 
-    def _is_far(self, tp: int) -> bool:
-        rank = Rank(dp=self.rank.dp, cp=self.rank.cp, tp=tp)
-        return node_of(self.config.parallel, rank) != self.node
+    def _is_far(self, member: int) -> bool:
+        return node_of(self.config.parallel, self.rank_of(member)) != self.node
 
-    def group_endpoint(self, tp: int) -> str:
-        """Where tp 0 of our dp rank meets its follower of this tp rank, on one node."""
-        return f"ipc://{self.folder}/group-{self.rank.dp}-{tp}"
+    def rank_of(self, member: int) -> Rank:
+        """Another one's of our group."""
+        return rank_of(self.config.parallel, self.rank.dp, member)
+
+    def group_endpoint(self, member: int) -> str:
+        """Where the head of our dp rank meets this follower, on one node."""
+        return f"ipc://{self.folder}/group-{self.rank.dp}-{member}"
 
     def line(self) -> bytes:
         return self.model_dump_json().encode() + b"\n"

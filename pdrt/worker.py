@@ -2,8 +2,8 @@
 
 One event loop answers the supervisor and the peers; the device runs in a thread of its own, so
 that a long forward delays nobody's ping. Everything that happens becomes an event for the
-scheduler; what the scheduler decides comes back as effects and is carried out here. With tp > 1
-this is tp 0, and its steps and transfers are those of its followers too (see `members`).
+scheduler; what the scheduler decides comes back as effects and is carried out here. In a group
+this is tp 0 of cp 0, and its steps and transfers are those of its followers too (see `members`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Worker:
         self._log = structlog.get_logger()
         self._sched: parts.AnyScheduler
         self._transfers: parts.Transfers | None = None
-        self._members = Members(spec, self._stop) if spec.config.parallel.tp > 1 else None
+        self._members = Members(spec, self._stop) if spec.followers else None
 
     async def run(self) -> None:
         """Until the supervisor says stop. Raises what the worker cannot go on with."""
@@ -86,8 +86,9 @@ class Worker:
         await life.open_transfers(tasks)
         self._transfers = own = life.transfers
         if own is not None and members is not None:
-            size = self._spec.config.parallel.tp
-            self._transfers = GroupTransfers(own, members, size, life.wake.set)
+            self._transfers = GroupTransfers(
+                own, members, self._spec.config.parallel, life.wake.set
+            )
         if self._transfers is not None:
             tasks.create_task(life.follow(self._transfers, self._heard))
         if members is not None:
@@ -261,7 +262,7 @@ async def serve(spec: WorkerSpec) -> int:
     link: Link[ToWorker, FromWorker] = Link(context, messages.TO_WORKER, messages.FROM_WORKER)
     link.connect(spec.endpoint)
     asyncio.get_running_loop().add_reader(0, _orphaned, spec.folder)
-    life = Follower(spec, link) if spec.rank.tp else Worker(spec, link)
+    life = Follower(spec, link) if spec.member else Worker(spec, link)
     try:
         await life.run()
     except (ExceptionGroup, OSError) as error:  # the shell: it is told, whatever it was; we end

@@ -355,12 +355,23 @@ def test_a_leader_whom_its_other_nodes_would_not_find_is_refused(
     ("parallel", "why"),
     [
         ({"world_size": 3, "tp": 3, "devices_per_node": 3}, "tp = 3: must divide the model's 8"),
-        ({"world_size": 2, "cp": 2, "devices_per_node": 2}, "cp = 2"),
+        (
+            {"world_size": 6, "cp": 2, "tp": 3, "devices_per_node": 6},
+            "tp = 3: must divide the model's 8",
+        ),
     ],
 )
-def test_a_topology_that_is_not_served_yet_or_not_by_the_model_is_refused(
+def test_a_topology_that_the_model_does_not_serve_is_refused(
     parallel: Mapping[str, Any], why: str
 ) -> None:
     settings = config(parallel=parallel)
     with pytest.raises(ConfigError, match=why):
         check_served("prefill", settings, Place.of(settings.parallel, 0))
+
+
+@pytest.mark.parametrize("role", ["decode", "hybrid"])
+def test_only_prefill_shares_the_rows_of_prompts(role: Role) -> None:
+    settings = config(parallel={"world_size": 2, "cp": 2, "devices_per_node": 2})
+    check_served("prefill", settings, Place.of(settings.parallel, 0))
+    with pytest.raises(ConfigError, match=f"cp = 2: a {role} instance has cp = 1"):
+        check_served(role, settings, Place.of(settings.parallel, 0))

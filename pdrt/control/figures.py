@@ -82,8 +82,8 @@ def worker_health(worker: Told) -> Json:
 
 
 def load_of(workers: Sequence[Told]) -> Json:
-    """The sums that the router balances by and `pdrt up` shows; tp 0 counts for its group."""
-    stats = [worker.stats for worker in workers if worker.ready and not worker.rank.tp]
+    """The sums that the router balances by and `pdrt up` shows; its head counts for a group."""
+    stats = [worker.stats for worker in workers if worker.ready and worker.rank.is_head]
     return {
         "running": sum(s.running for s in stats),
         "waiting": sum(sum(s.queues.values()) for s in stats),

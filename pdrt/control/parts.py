@@ -126,9 +126,9 @@ class Lane:
 
 
 def lanes(handles: Sequence[Handle], told: Callable[[Rank, ToWorker], None]) -> list[Lane]:
-    """One for each dp rank, tp 0 first in each."""
+    """One for each dp rank, the head of its group first in each."""
     groups: dict[int, list[Handle]] = {}
-    for handle in sorted(handles, key=lambda each: each.rank.tp):
+    for handle in sorted(handles, key=lambda each: (each.rank.cp, each.rank.tp)):
         groups.setdefault(handle.rank.dp, []).append(handle)
     return [Lane(group, told) for group in groups.values()]
 

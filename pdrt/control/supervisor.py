@@ -195,7 +195,7 @@ class Supervisor(Actor[Mail]):
     def _end_rooms(self, lost: Rank, rooms: Sequence[int]) -> None:
         """Tp 0 may live on, when only the way to another node's rank is lost."""
         for head in self._parts.handles:
-            if (head.rank.dp, head.rank.tp) != (lost.dp, 0) or head.rank == lost:
+            if head.rank.dp != lost.dp or not head.rank.is_head or head.rank == lost:
                 continue
             with contextlib.suppress(PeerLost, Overloaded):
                 for room in rooms:

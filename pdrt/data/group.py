@@ -1,7 +1,8 @@
-"""A tensor-parallel group's transfers as one: its scheduler sees one rank, whatever its size.
+"""A group's transfers as one: its scheduler sees one rank, whatever its size.
 
 Each rank of an instance has transfers of its own for the same attempts. The promises: what the
-scheduler wants goes to all ranks in the same order; an attempt is told once that it may go on,
+scheduler wants goes to all ranks in the same order, and of blocks to be sent each context-parallel
+rank gets its share, all of which are the whole; an attempt is told once that it may go on,
 when all ranks may, and once that it failed, at the first; SendEnded and Quiet come once, when
 the last rank is done with the memory. Pure: no socket, no clock; nothing is kept of what is over.
 """
@@ -9,7 +10,7 @@ the last rank is done with the memory. Pure: no socket, no clock; nothing is kep
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, assert_never
 
 from pdrt.data.commands import (
@@ -69,8 +70,9 @@ class _Receive:
 class Group:
     """Tell it commands and what the ranks say; read `orders` (rank, command) and `events`."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, cp: int = 1) -> None:
+        """Of `size` ranks, tp varying fastest, the first size / cp are those of cp 0."""
+        self._size, self._cp = size, cp
         self.orders: deque[tuple[int, TransferCommand]] = deque()
         self.events: deque[TransferEvent] = deque()
         self.counters: Counter[str] = Counter()
@@ -90,7 +92,16 @@ class Group:
             return
         # First tokens are drawn by tp 0 and heard by tp 0: no other rank has a part in them.
         ranks = 1 if isinstance(command, TellFirsts) else self._size
-        self.orders.extend((rank, command) for rank in range(ranks))
+        self.orders.extend((rank, self._share(rank, command)) for rank in range(ranks))
+
+    def _share(self, rank: int, command: TransferCommand) -> TransferCommand:
+        """Cp ranks hold the same blocks: each sends a run of them, and each ends with its slot."""
+        if not isinstance(command, SendBlocks) or self._cp == 1:
+            return command
+        cp_rank, count = rank * self._cp // self._size, len(command.blocks)
+        first, end = (count * each // self._cp for each in (cp_rank, cp_rank + 1))
+        blocks = command.blocks[first:end]
+        return replace(command, blocks=blocks, first_block=command.first_block + first)
 
     def _book(self, key: Key, command: TransferCommand) -> bool:
         """False for the admission of what has failed: no rank was told the blocks, none will be."""

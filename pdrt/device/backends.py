@@ -11,6 +11,7 @@ from pdrt.config import NodeConfig
 from pdrt.device.batch import Runner
 from pdrt.device.null import NullRunner
 from pdrt.device.shard import Shard
+from pdrt.device.slices import Context
 from pdrt.errors import ConfigError
 from pdrt.modelspec import NULL_PATH, NULL_SPEC, ModelSpec
 
@@ -22,16 +23,19 @@ Kind: TypeAlias = Literal["cpu", "cuda", "npu", "null"]
 def open_runner(config: NodeConfig, progress: Progress, rank: int = 0, size: int = 1) -> Runner:
     """A runner with its weights loaded, still without a pool. Takes seconds to minutes.
 
-    It holds the part of rank `rank` in a tensor-parallel group of `size`; above 1, `join` comes
-    next. `[model] path` must be a directory here, or `null`. Raises ConfigError.
+    It is number `rank` of a group of `size` ranks, `[parallel] cp` x tp with tp varying fastest;
+    above 1, `join` comes next. `[model] path` must be a directory here, or `null`. Raises
+    ConfigError.
     """
-    kind = device_kind(config)
+    kind, tp = device_kind(config), _tp_of(config, size)
+    context = Context(rank // tp, size // tp)
     if kind == "null":
         device = config.device
-        shard = Shard(NULL_SPEC, rank, size)
+        shard = Shard(NULL_SPEC, rank % tp, tp)
         block_size = config.scheduler.block_size
-        return NullRunner(block_size, device.step_ms, device.token_ms, shard=shard)
-    shard = Shard(ModelSpec.of(config.model), rank, size)
+        times = device.step_ms, device.token_ms
+        return NullRunner(block_size, *times, shard=shard, context=context)
+    shard = Shard(ModelSpec.of(config.model), rank % tp, tp)
     import torch  # here, so that the null device needs none
 
     from pdrt.device import torchrunner
@@ -44,7 +48,13 @@ def open_runner(config: NodeConfig, progress: Progress, rank: int = 0, size: int
         dtype=config.model.dtype,
         block_size=config.scheduler.block_size,
         progress=progress,
+        context=context,
     )
+
+
+def _tp_of(config: NodeConfig, size: int) -> int:
+    """Ranks of the group that share one context; who opens a runner alone has no group."""
+    return max(1, size // config.parallel.cp)
 
 
 def device_kind(config: NodeConfig) -> Kind:

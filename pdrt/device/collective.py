@@ -1,4 +1,4 @@
-"""The sum over a tensor-parallel group, whose ranks are processes of one node or of several.
+"""Sums over a group of ranks, which are processes of one node or of several.
 
 The promise: a sum has the same bytes on every rank, or PeerLost is raised on all that are left:
 at once when one has died, after the timeout when one is stuck. A group that lost a rank is over.
@@ -8,8 +8,9 @@ Between nodes neither gloo nor its store ask who connects: they listen at our ad
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from pdrt.device.places import Rendezvous, TcpPlace
 from pdrt.errors import ConfigError, PeerLost
@@ -18,6 +19,9 @@ if TYPE_CHECKING:  # the null device alone needs no torch
     from torch import Tensor
     from torch._C._distributed_c10d import Store
     from torch.distributed import GatherOptions
+
+_TENSOR: Final = "tensor-parallel"
+_CONTEXT: Final = "context-parallel"
 
 
 class _Work(Protocol):
@@ -32,6 +36,8 @@ class _Group(Protocol):
     def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], options: GatherOptions
     ) -> _Work: ...
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> _Work: ...
 
 
 class Collective(Protocol):
@@ -54,6 +60,10 @@ class Collective(Protocol):
         """
         ...
 
+    def all_gather(self, values: Tensor) -> list[Tensor]:
+        """All ranks' `values`, contiguous and of one shape, in their order, on every rank."""
+        ...
+
     def close(self) -> None:
         """Leave; the others' next sum raises PeerLost."""
         ...
@@ -70,6 +80,9 @@ class Solo:
     def gather(self, values: Tensor) -> list[Tensor] | None:
         return [values]
 
+    def all_gather(self, values: Tensor) -> list[Tensor]:
+        return [values]
+
     def close(self) -> None:
         pass
 
@@ -77,10 +90,12 @@ class Solo:
 class Gloo:
     """A rank of a gloo group; made by `join`. Other devices' tensors travel through the host."""
 
-    def __init__(self, rank: int, size: int, group: _Group, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, size: int, group: _Group, timeout_s: float, kind: str = _TENSOR
+    ) -> None:
         self.rank, self.size = rank, size
         self._group: _Group | None = group
-        self._timeout_s = timeout_s
+        self._timeout_s, self._kind = timeout_s, kind
 
     def all_reduce_(self, values: Tensor) -> Tensor:
         host = values if values.is_cpu else values.cpu()
@@ -96,6 +111,12 @@ class Gloo:
         self._wait(lambda group: group.gather(outputs, [host], GatherOptions()))
         return [part.to(values.device) for part in parts] or None
 
+    def all_gather(self, values: Tensor) -> list[Tensor]:
+        host = values if values.is_cpu else values.cpu()
+        parts = [host.new_empty(host.shape) for _ in range(self.size)]
+        self._wait(lambda group: group.allgather([parts], [host]))
+        return [part.to(values.device) for part in parts]
+
     def _wait(self, begin: Callable[[_Group], _Work]) -> None:
         if self._group is None:
             raise RuntimeError("this rank has left its group")
@@ -109,7 +130,7 @@ class Gloo:
 
     @property
     def _name(self) -> str:
-        return f"tensor-parallel rank {self.rank} of {self.size} (timeout {self._timeout_s:g} s)"
+        return f"{self._kind} rank {self.rank} of {self.size} (timeout {self._timeout_s:g} s)"
 
 
 def join(rank: int, size: int, rendezvous: Rendezvous, timeout_s: float) -> Collective:
@@ -118,31 +139,65 @@ def join(rank: int, size: int, rendezvous: Rendezvous, timeout_s: float) -> Coll
     `timeout_s` bounds this wait, and each later one for a rank that falls behind. Raises PeerLost,
     or ConfigError when torch cannot do it.
     """
-    if size == 1:
-        return Solo()
+    tensor, _ = join_both(rank, size, 1, rendezvous, timeout_s)
+    return tensor
+
+
+def join_both(
+    rank: int, tp: int, cp: int, rendezvous: Rendezvous, timeout_s: float
+) -> tuple[Collective, Collective]:
+    """Of tp x cp ranks, tp varying fastest: ours of the same cp rank, and of the same tp rank.
+
+    All of them meet at once, as `join` says.
+    """
+    if tp * cp == 1:
+        return Solo(), Solo()
+    cp_rank, tp_rank = divmod(rank, tp)
+    timeout = timedelta(seconds=timeout_s)
     try:
-        group = _gloo(rank, size, rendezvous, timedelta(seconds=timeout_s))
+        meeting = _Meeting(_store(tp * cp, rendezvous, timeout), rendezvous, timeout)
+        tensor = meeting.group(f"cp{cp_rank}", tp_rank, tp)
+        context = meeting.group(f"tp{tp_rank}", cp_rank, cp)
     except RuntimeError as error:
         raise PeerLost(
-            f"tensor-parallel rank {rank} of {size}: the others did not come to {rendezvous}"
-            f" within {timeout_s:g} s: {error}"
+            f"{_TENSOR} rank {tp_rank} of {tp}{_beside(cp_rank, cp)}: the others did not come to"
+            f" {rendezvous} within {timeout_s:g} s: {error}"
         ) from error
-    return Gloo(rank, size, group, timeout_s)
+    return (
+        Gloo(tp_rank, tp, tensor, timeout_s) if tensor else Solo(),
+        Gloo(cp_rank, cp, context, timeout_s, _CONTEXT) if context else Solo(),
+    )
 
 
-def _gloo(rank: int, size: int, rendezvous: Rendezvous, timeout: timedelta) -> _Group:
-    """A group of its own, not torch's one per process; bound to one address of the host."""
-    import torch.distributed as dist
+def _beside(rank: int, size: int) -> str:
+    return f", {_CONTEXT} rank {rank} of {size}" if size > 1 else ""
 
-    if not dist.is_gloo_available():
-        raise ConfigError("[parallel] tp > 1 needs gloo, which this build of torch lacks")
-    gloo = dist.ProcessGroupGloo
-    here = rendezvous.here if isinstance(rendezvous, TcpPlace) else "127.0.0.1"
-    options = gloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - no public one in 2.6
-    options._devices = [gloo.create_device(hostname=here)]  # noqa: SLF001 - as above
-    options._timeout = timeout  # noqa: SLF001 - as above
-    group: _Group = gloo(_store(size, rendezvous, timeout), rank, size, options)  # type: ignore[assignment]
-    return group
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """Where gloo groups are made, each of its own and not torch's one per process."""
+
+    store: Store
+    rendezvous: Rendezvous
+    timeout: timedelta
+
+    def group(self, name: str, rank: int, size: int) -> _Group | None:
+        """Bound to one address of the host; None when there is nobody else in it."""
+        if size == 1:
+            return None
+        import torch.distributed as dist
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        if not dist.is_gloo_available():
+            raise ConfigError("[parallel] tp or cp > 1 needs gloo, which this build of torch lacks")
+        gloo = dist.ProcessGroupGloo
+        here = self.rendezvous.here if isinstance(self.rendezvous, TcpPlace) else "127.0.0.1"
+        options = gloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - no public one in 2.6
+        options._devices = [gloo.create_device(hostname=here)]  # noqa: SLF001 - as above
+        options._timeout = self.timeout  # noqa: SLF001 - as above
+        apart = PrefixStore(name, self.store)
+        group: _Group = gloo(apart, rank, size, options)  # type: ignore[assignment]
+        return group
 
 
 def _store(size: int, rendezvous: Rendezvous, timeout: timedelta) -> Store:

@@ -8,6 +8,9 @@ is said to be depends on that sum too, so log-probabilities show damage as token
 
 In a tensor-parallel group each rank writes and weighs the bytes of its own kv heads, and the sum
 over the ranks names the token: the one that a single rank would have drawn.
+
+Context-parallel ranks tell each other the hashes of the rows that each has computed, and all write
+all of them; what is drawn the first of them sums up. All sums are over the whole group.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from pdrt.device.batch import Draw, Drawn, Odds, SeqStep
 from pdrt.device.chance import uniform
 from pdrt.device.places import Rendezvous
 from pdrt.device.shard import Run, Shard
+from pdrt.device.slices import Context, Slice, slices
 from pdrt.device.sums import Sums, meet
 from pdrt.messages import Top
 from pdrt.modelspec import NULL_SPEC
@@ -36,6 +40,9 @@ EOS: Final = 256
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _WHOLE: Final = Shard(NULL_SPEC)
+_ALONE: Final = Context()
+_HALF: Final = np.uint64(32)
+_LOW: Final = np.uint64((1 << 32) - 1)
 _STRIDE: Final = 0xD1342543DE82EF95
 _WIDTH: Final = NULL_SPEC.layers * 2  # words of 8 bytes (a head) a position and kv head
 
@@ -50,11 +57,13 @@ class NullRunner:
         token_ms: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
         shard: Shard = _WHOLE,
+        context: Context = _ALONE,
     ) -> None:
         self.layout = shard.layout(block_size, "uint8")
         self.eos_token_ids = NULL_SPEC.eos_token_ids
         self._step_ms, self._token_ms, self._sleep = step_ms, token_ms, sleep
-        self._shard = shard
+        self._shard, self._context = shard, context
+        self._size = shard.size * context.size
         self._group: Sums | None = None
         self._lanes = _Lanes(shard.kv_heads * _WIDTH, _weight_of(shard))
         self._parts = (len(shard.kv_heads), NULL_SPEC.layers, 2)
@@ -66,22 +75,27 @@ class NullRunner:
         self._pool = words.reshape(blocks, *self._parts, self.layout.block_size)
 
     def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        if self._shard.size > 1:
-            self._group = meet(self._shard.rank, self._shard.size, rendezvous, timeout_s)
+        if self._size > 1:
+            number = self._context.rank * self._shard.size + self._shard.rank
+            self._group = meet(number, self._size, rendezvous, timeout_s)
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
         """Write the steps' KV, then draw from all the KV that each sequence has."""
-        self._rest(batch)
+        whose = slices(batch, self._context.size)
+        self._rest(batch, None if whose is None else whose[self._context.rank])
         for step in batch:
             if step.copy_from >= 0:
                 block = step.blocks[step.start // self.layout.block_size]
                 self._pool[block] = self._pool[step.copy_from]
-        for step in batch:
-            self._write(step)
+        words = [_rolled(self._word_before(step), step.tokens) for step in batch]
+        if whose is not None:
+            words = self._exchanged(words, whose[self._context.rank])
+        for step, its in zip(batch, words, strict=True):
+            self._write(step, its)
         asked = [step for step in batch if step.draw is not None or step.scoring is not None]
         own = [self._totals(step) for step in asked]
         totals = iter(self._summed([total for each in own for total in each]))
-        if not self._shard.is_first:
+        if not (self._shard.is_first and self._context.is_first):
             return []
         return [
             _drawn(step, [next(totals) for _ in each])
@@ -89,24 +103,41 @@ class NullRunner:
         ]
 
     def _summed(self, totals: list[int]) -> list[int]:
+        """The sums over all ranks that have the first share of the rows."""
+        return self._added(totals if self._context.is_first else [0] * len(totals))
+
+    def _exchanged(self, words: Sequence[Words], own: Sequence[Slice]) -> list[Words]:
+        """All ranks' rows, of each rank its own; a hash is two numbers, for sums have a sign."""
+        halves = [np.zeros((2, len(its)), np.uint64) for its in words]
+        if self._shard.is_first:
+            for part in own:
+                its = words[part.step][part.first : part.end]
+                halves[part.step][:, part.first : part.end] = its >> _HALF, its & _LOW
+        told = self._added([int(n) for each in halves for n in each.ravel()])
+        pieces = np.split(np.array(told, np.uint64), np.cumsum([h.size for h in halves])[:-1])
+        pairs = (piece.reshape(2, -1) for piece in pieces)
+        return [high << _HALF | low for high, low in pairs]
+
+    def _added(self, totals: list[int]) -> list[int]:
         """The sums over all ranks."""
-        if self._shard.size == 1 or not totals:
+        if self._size == 1 or not totals:
             return totals
         if self._group is None:
             raise RuntimeError("in a group, join comes before execute")
         return self._group.of(totals)
 
-    def _rest(self, batch: Sequence[SeqStep]) -> None:
-        prompt_tokens = sum(len(step.tokens) for step in batch if len(step.tokens) > 1)
+    def _rest(self, batch: Sequence[SeqStep], own: Sequence[Slice] | None) -> None:
+        """As long as its rows take."""
+        rows = [len(step.tokens) for step in batch] if own is None else [len(s) for s in own]
+        prompt_tokens = sum(count for count in rows if count > 1)
         duration = self._step_ms + self._token_ms * prompt_tokens
         if duration > 0 and batch:
             self._sleep(duration / 1000)
 
-    def _write(self, step: SeqStep) -> None:
-        before = self._word_before(step)
-        words = self._lanes.expand(_rolled(before, step.tokens))
+    def _write(self, step: SeqStep, words: Words) -> None:
         blocks, offsets = self._places(step, step.start, step.start + len(step.tokens))
-        self._pool[blocks, :, :, :, offsets] = words.reshape(-1, *self._parts)
+        expanded = self._lanes.expand(words)
+        self._pool[blocks, :, :, :, offsets] = expanded.reshape(-1, *self._parts)
 
     def _word_before(self, step: SeqStep) -> int:
         """The hash of the prefix, as the pool remembers it."""

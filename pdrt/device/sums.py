@@ -24,7 +24,7 @@ from pdrt.errors import PeerLost
 
 _RETRY_S: Final = 0.005  # rank 0 may come later
 _GREET_S: Final = 2.0  # for one that called to say who it is
-_MOST_BYTES: Final = 1 << 20
+_MOST_BYTES: Final = 1 << 25
 _GO: Final = b"go"
 _SIZE: Final = Struct("<I")
 _NONCE: Final = 32

@@ -7,61 +7,77 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from pdrt.device import odds, sampler
 from pdrt.device.batch import Drawn, SeqStep
-from pdrt.device.collective import Collective, Solo, join
-from pdrt.device.kv import DTYPES, KvPool
+from pdrt.device.collective import Solo, join_both
+from pdrt.device.context import Asked, Groups, SharedPool, compute, places
+from pdrt.device.kv import DTYPES
 from pdrt.device.mirror import Mirror
 from pdrt.device.models import registry
 from pdrt.device.models.registry import Model
 from pdrt.device.places import Rendezvous
 from pdrt.device.shard import Shard
+from pdrt.device.slices import Context
 from pdrt.device.weights import Progress
 from pdrt.errors import ConfigError
 from pdrt.messages import KvLayout
 from pdrt.modelspec import Dtype, ModelSpec
+
+_ALONE: Final = Context()
 
 
 class TorchRunner:
     """Implements Runner. `mirrored` keeps a pool of its own beside the bound memory."""
 
     def __init__(
-        self, model: Model, layout: KvLayout, device: str = "cpu", *, mirrored: bool = False
+        self,
+        model: Model,
+        layout: KvLayout,
+        device: str = "cpu",
+        *,
+        mirrored: bool = False,
+        context: Context = _ALONE,
     ) -> None:
         self.layout = layout
         self.eos_token_ids = model.spec.eos_token_ids
-        self._shard = model.shard
-        self._group: Collective | None = Solo() if model.shard.size == 1 else None
+        self._shard, self._context = model.shard, context
+        self._groups = Groups(Solo(), Solo()) if self._place == (0, 1) else None
         self.model = model
         self._device, self._mirrored = device, mirrored
-        self._pool: KvPool | None = None
+        self._pool: SharedPool | None = None
         self._mirror: Mirror | None = None
 
     @torch.inference_mode()
     def bind(self, pool: memoryview, blocks: int) -> None:
-        self._pool = KvPool(pool, blocks, self.layout, self._device, mirrored=self._mirrored)
+        self._pool = SharedPool(pool, blocks, self.layout, self._device, mirrored=self._mirrored)
         self._mirror = Mirror(self._pool) if self._mirrored else None
 
     def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        self._group = join(self._shard.rank, self._shard.size, rendezvous, timeout_s)
+        tp, cp = self._shard.size, self._context.size
+        self._groups = Groups(*join_both(self._place[0], tp, cp, rendezvous, timeout_s))
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return places(self._shard, self._context)
 
     @torch.inference_mode()
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
         if not batch:
             return []
-        if self._pool is None or self._group is None:
+        if self._pool is None or self._groups is None:
             raise RuntimeError("bind and, in a group, join come before execute")
         if self._mirror:
             self._mirror.before(batch)
-        drawn = self._forward(batch, self._pool, self._group)
+        drawn = self._forward(batch, self._pool, self._groups)
         if self._mirror:
             self._mirror.after(batch)
         return drawn
 
-    def _forward(self, batch: Sequence[SeqStep], pool: KvPool, group: Collective) -> list[Drawn]:
+    def _forward(self, batch: Sequence[SeqStep], pool: SharedPool, groups: Groups) -> list[Drawn]:
         copied = [step for step in batch if step.copy_from >= 0]
         if copied:
             targets = [step.blocks[step.start // self.layout.block_size] for step in copied]
@@ -69,14 +85,18 @@ class TorchRunner:
         fresh = [b for step in batch for b in _begun_in_part(step, self.layout.block_size)]
         if fresh:
             pool.clear(fresh)
-        wave = self.model.lay_out(batch, pool)
-        hidden = self.model.forward(wave, pool, group)
+        asked = compute(self.model, batch, pool, groups)
+        return self._answer(batch, asked, groups) if self._context.is_first else []
+
+    def _answer(self, batch: Sequence[SeqStep], asked: Asked, groups: Groups) -> list[Drawn]:
+        """What the ranks with the first share of the rows make of them."""
+        group = groups.tensor
         wanted = [step for step in batch if step.draw is not None]
-        logits = self.model.logits(hidden[wave.drawn], group) if wanted else None
+        logits = self.model.logits(asked.drawn, group) if wanted else None
         drawn = [] if logits is None else sampler.answer(logits.cpu(), wanted)
         if all(step.scoring is None for step in batch):
             return drawn
-        rows, vocab = hidden[wave.scored], self.model.spec.vocab
+        rows, vocab = asked.scored, self.model.spec.vocab
         scored = odds.score(batch, rows, vocab, lambda part: self.model.logits(part, group))
         return odds.joined(batch, drawn, scored) if self._shard.is_first else []
 
@@ -88,7 +108,7 @@ def _begun_in_part(step: SeqStep, size: int) -> Sequence[int]:
     return [step.blocks[last]] if begins_here else []
 
 
-def load(
+def load(  # noqa: PLR0913 - each is a choice of its own
     path: str | Path,
     shard: Shard,
     *,
@@ -96,6 +116,7 @@ def load(
     dtype: str,
     block_size: int,
     progress: Progress,
+    context: Context = _ALONE,
 ) -> TorchRunner:
     """A runner with its weights. Raises ConfigError when they, or the device, are not there."""
     _check_device(device)
@@ -103,7 +124,7 @@ def load(
     with torch.inference_mode():
         model = registry.load(Path(path), shard, DTYPES[name], device, progress)
     layout = model.shard.layout(block_size, name)
-    return TorchRunner(model, layout, device, mirrored=device != "cpu")
+    return TorchRunner(model, layout, device, mirrored=device != "cpu", context=context)
 
 
 def _dtype(spec: ModelSpec, asked: str) -> Dtype:

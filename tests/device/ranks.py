@@ -105,17 +105,22 @@ class Replayed:
     pool: bytes
 
 
-def opened(model: str, rank: int = 0, size: int = 1, dtype: str = "float32") -> Runner:
+def opened(model: str, rank: int = 0, size: int = 1, dtype: str = "float32", cp: int = 1) -> Runner:
     tables = {"model": {"path": model, "dtype": dtype}, "scheduler": {"block_size": BLOCK}}
-    config = NodeConfig.model_validate(tables | {"device": {"threads": 1}})
+    sizes = {"world_size": size, "cp": cp, "tp": size // cp, "devices_per_node": size}
+    config = NodeConfig.model_validate(tables | {"device": {"threads": 1}, "parallel": sizes})
     return open_runner(config, lambda _stage, _done, _total: None, rank, size)
 
 
 def as_rank(
-    place: Place, model: str, batches: Sequence[Sequence[SeqStep]], dtype: str = "float32"
+    place: Place,
+    model: str,
+    batches: Sequence[Sequence[SeqStep]],
+    dtype: str = "float32",
+    cp: int = 1,
 ) -> Replayed:
     """Execute `batches` as this rank; a follower is not told how tokens are drawn."""
-    runner = opened(model, place.rank, place.size, dtype)
+    runner = opened(model, place.rank, place.size, dtype, cp)
     memory = bytearray(b"\xff" * (BLOCKS * runner.layout.block_bytes))
     runner.bind(memoryview(memory), BLOCKS)
     runner.join(place.rendezvous, timeout_s=20)
