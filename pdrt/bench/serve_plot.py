@@ -25,9 +25,11 @@ def draw(file: str, turns: Mapping[str, Turn]) -> None:
     titles = ("first token (TTFT)", "between tokens (ITL)", "whole answer (E2E)")
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title)
-        axis.set_xscale("log")
         axis.set_xlabel("ms")
         axis.grid(visible=True, which="both", alpha=0.3)
+    axes[0].set_xlim(left=0)
+    axes[1].set_xscale("log")
+    axes[2].set_xlim(left=0)
     axes[0].set_ylabel("share of all that took no longer")
     axes[0].legend()
     figure.savefig(file)

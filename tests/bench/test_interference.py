@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -38,7 +39,7 @@ from pdrt.bench.interference import (
 from pdrt.bench.layouts import Ground, Layout
 from pdrt.bench.load import Server, client
 from pdrt.bench.shell import Report
-from pdrt.bench.traffic import Clients, Pace, Seen, Traffic, meet
+from pdrt.bench.traffic import MOST_AT_ONCE, Clients, Pace, Seen, Traffic, meet
 from pdrt.config import NodeConfig
 from pdrt.errors import ConfigError, Unavailable
 from pdrt.up.layout import Wanted
@@ -78,6 +79,9 @@ class Generating:
 
     prompts: list[tuple[int, int]] = field(default_factory=list)  # tokens in and out
     status: int = 200
+    slow_s: float = 0.0  # long prompts
+    at_once: int = 0
+    most_at_once: int = 0
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.text())
@@ -85,6 +89,8 @@ class Generating:
         self.prompts.append((len(body["prompt"]), most))
         if self.status != 200:
             return web.json_response({"error": {"code": "x", "message": "no"}}, status=self.status)
+        if len(body["prompt"]) == TRAFFIC.prompt_input:
+            await self._compute()
         response = web.StreamResponse()
         await response.prepare(request)
         for number in range(1, most + 1):
@@ -93,6 +99,12 @@ class Generating:
             await response.write(b"data: " + json.dumps(told).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def _compute(self) -> None:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(self.slow_s)
+        self.at_once -= 1
 
 
 @asynccontextmanager
@@ -129,6 +141,15 @@ async def test_without_an_interval_it_is_made_from_a_prompt_alone() -> None:
     assert generating.prompts[:4] == [(32, 2)] * 4
     assert stages[1] == "a prompt alone"
     assert len(met.seen.prompt_ttft_s) == 1
+
+
+async def test_prompts_that_cannot_be_served_as_often_are_missed_and_not_heaped_up() -> None:
+    generating = Generating(slow_s=0.3)
+    async with serving(generating) as url:
+        met = await meet(url, TRAFFIC, Random(1), Pace(0.02), print)
+    assert generating.most_at_once == MOST_AT_ONCE
+    assert met.seen.missed >= 1
+    assert met.seen.missed + len(met.seen.prompt_ttft_s) == 10
 
 
 async def test_a_cluster_that_does_not_answer_is_an_error_and_no_figure() -> None:
