@@ -27,15 +27,25 @@ class Merge:
     request_id: str
     created: int
 
+    @property
+    def _is_generate(self) -> bool:
+        return self.order.dialect == "generate"
+
     def check(self, told: Json) -> None:
         """Raises PdrtError when prefill's answer lacks its part."""
-        if not isinstance(told.get("prompt"), dict) or not isinstance(told.get("model"), str):
-            raise PdrtError("prefill told nothing of the prompt")
+        match told:
+            case {
+                "model": str(),
+                "prompt": dict() as prompt,
+                "usage": {"prompt_tokens": int(), "cached_tokens": int()},
+            } if self._is_generate or _is_said(prompt):
+                return
+        raise PdrtError("prefill told nothing of the prompt that goes before an answer")
 
     def opening(self, told: Json, room: int) -> bytes:
         """The events before decode's."""
         order = self.order
-        if order.dialect == "generate":
+        if self._is_generate:
             generate = GenerateVoice(self.request_id, room, "disagg", _none)
             return long_event_of(generate.first(told["prompt"]))
         voice = OpenAIVoice(
@@ -50,20 +60,36 @@ class Merge:
         usage = {"completion_tokens": 0, **told["usage"]}
         return b"".join(map(long_event_of, voice.first(told["prompt"], order.n, usage)))
 
+    def read(self, body: bytes) -> Json:
+        """Decode's whole answer. Raises PdrtError when nothing can be put before it."""
+        try:
+            answer = parse_object(body)
+        except BadRequest as error:
+            raise PdrtError(f"decode's answer cannot be read: {error}") from error
+        if self._is_generate:
+            return answer
+        match answer:
+            case {"choices": [_, *_] as choices} if all(map(_is_said, choices)):
+                return answer
+        raise PdrtError("decode's answer has no choices with a text")
+
     def whole(self, told: Json, answer: Json) -> bytes:
         """Decode's whole answer with prefill's part in it."""
-        if self.order.dialect == "generate":
+        if self._is_generate:
             return long_json_of({**answer, **told["prompt"]})
         choices = [_joined(told["prompt"], choice) for choice in answer["choices"]]
         return long_json_of({**answer, "choices": choices})
 
 
-def read_answer(body: bytes) -> Json:
-    """Raises PdrtError when it is no JSON object."""
-    try:
-        return parse_object(body)
-    except BadRequest as error:
-        raise PdrtError(f"decode's answer cannot be read: {error}") from error
+def _is_said(part: object) -> bool:
+    """Whether it has a text, and odds or null for them, as a choice and its prompt do."""
+    match part:
+        case {"text": str(), "logprobs": None}:
+            return True
+        case {"text": str(), "logprobs": dict() as odds}:
+            return all(isinstance(column, list) for column in odds.values())
+        case _:
+            return False
 
 
 def _joined(prompt: Json, choice: Json) -> Json:

@@ -50,7 +50,7 @@ from pdrt.control.legs import (
     begin,
     feed,
 )
-from pdrt.control.merge import MERGED_ANSWER, Merge, read_answer
+from pdrt.control.merge import MERGED_ANSWER, Merge
 from pdrt.control.schema import Leg
 from pdrt.control.upstream import Answer, Upstream
 from pdrt.errors import DeadlinePassed, PdrtError, PeerLost, TransferFailed, Unavailable
@@ -344,7 +344,7 @@ class Relay:
     async def _pass_on_merged(self, leg: int, answer: Answer, merge: Merge) -> None:
         """A whole answer, with prefill's part in it."""
         go = self._go
-        said = read_answer(await answer.whole(MERGED_ANSWER))
+        said = merge.read(await answer.whole(MERGED_ANSWER))
         self._inbox.put_nowait(AnsweredEarly(leg))
         await go.wait()
         body = await asyncio.to_thread(merge.whole, self._told, said)

@@ -276,6 +276,38 @@ async def test_an_answer_of_decode_that_cannot_be_read_is_an_error() -> None:
         await found.at_rest()
 
 
+UNFIT: list[Json] = [
+    {},
+    {"choices": [{"index": 0}]},
+    {"choices": [choice(0, "c", 2) | {"text": 1}]},
+]
+
+
+@pytest.mark.parametrize("answer", UNFIT)
+async def test_an_answer_of_decode_that_the_prompt_does_not_fit_is_an_error(answer: Json) -> None:
+    async with rig() as found:
+        found.prefill[0].plays.append(told(PART))
+        found.decode[0].plays.append(good(answer))
+        got = await found.send(ASK, COMPLETIONS)
+        assert (got.status, got.error["code"]) == (500, "internal")
+        assert "decode's answer" in got.error["message"]
+        await found.at_rest()
+
+
+@pytest.mark.parametrize("part", [{"text": "ab"}, {**PART, "logprobs": {"tokens": 1}}])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_prefill_that_tells_something_else_of_the_prompt_is_an_error(
+    part: Json, is_stream: bool
+) -> None:
+    async with rig() as found:
+        found.prefill[0].plays.append(told(part))
+        found.decode[0].plays.append(good({"choices": [choice(0, "c", 2)]}))
+        got = await found.send({**ASK, "stream": is_stream}, COMPLETIONS)
+        assert (got.status, got.error["code"]) == (500, "internal")
+        assert "prefill told nothing" in got.error["message"]
+        await found.at_rest()
+
+
 async def test_a_hybrid_instance_says_all_of_it_by_itself() -> None:
     async with rig(prefill=0, decode=0, hybrid=1) as found:
         body = b'{"choices":   []}'
