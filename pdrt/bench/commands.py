@@ -92,6 +92,22 @@ def bench_control(
     raise typer.Exit(control(rooms, Report(json_file, is_quiet=quiet), Console(highlight=False)))
 
 
+@bench.command("scheduler", epilog="Example: `pdrt bench scheduler --steps 50`")
+def bench_scheduler(
+    steps: Annotated[int, typer.Option(min=10, max=100_000, help="That each row measures.")] = 200,
+    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No table.")] = False,
+) -> None:
+    """What planning and committing a step costs, with up to 10,000 waiting and 512 running.
+
+    Each of the three schedulers under a steady load, in this process, without a device.
+    """
+    from pdrt.bench.scheduler import scheduler
+    from pdrt.bench.shell import Report
+
+    raise typer.Exit(scheduler(steps, Report(json_file, is_quiet=quiet), Console(highlight=False)))
+
+
 @bench.command("overlap", epilog="Example: `pdrt bench overlap --prompts 10`")
 def bench_overlap(
     model: Annotated[

@@ -43,7 +43,7 @@ PROMPT: Final = 64
 OUTPUT: Final = 200
 _SOURCE: Final = Source(host="127.0.0.1", port=18800, dp_rank=0)
 _BLOCK: Final = 16
-_NEED: Final = 13  # blocks of one that is half through, and its reserve
+_NEED: Final = 15  # blocks of one that is half through, and its reserve
 AnyScheduler = Scheduler | DecodeDisaggScheduler | PrefillDisaggScheduler
 
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, Self, TypeVar
 
+from pdrt.control.affinity import Affinity, prefix_keys
 from pdrt.errors import (
     BadRequest,
     Cancelled,
@@ -38,6 +39,12 @@ from pdrt.messages import (
 )
 
 STAGE: Final = "dispatch"
+# A rank that knows a prompt's beginning may have so many times the least that any has in hand, and
+# so many times the least that any was given of late, plus so many times the request's own tokens.
+_SLACK: Final = 4.0
+_EVEN: Final = 1.3
+_SPARE: Final = 12
+_FADING: Final = 1 - 1 / 1024  # "of late" is about so many requests
 E = TypeVar("E", bound=PdrtError)
 
 
@@ -86,7 +93,7 @@ class Stream:
         n, max_tokens = submit.sampling.n, submit.sampling.max_tokens
         self.room, self.dp_rank, self.since = submit.room, dp_rank, now
         self.first_attempt = self.attempt = submit.attempt
-        self.weight = len(submit.tokens) // 4 + n * max_tokens
+        self.weight = weight_of(submit)
         self._left = dict.fromkeys(range(n), max_tokens)  # of each sequence that goes on
         self._leave = leave
         self._kept: dict[int, list[Output]] = {}
@@ -170,13 +177,8 @@ class _Lane:
     link: WorkerLink
     rooms: dict[int, Stream] = field(default_factory=dict)
     tokens: int = 0
-    given: int = 0
+    given: float = 0.0  # tokens, of late: conversations that stay come back with more of them
     owed: deque[AbortRoom | Drain] = field(default_factory=deque)  # its mailbox was full
-
-    @property
-    def load(self) -> tuple[int, int, int]:
-        """What to compare lanes by; the last makes idle ones take turns."""
-        return self.tokens, len(self.rooms), self.given
 
 
 class DPDispatcher:
@@ -188,6 +190,7 @@ class DPDispatcher:
         self._lanes = {link.rank.dp: _Lane(link) for link in links}
         self._clock, self._max_rooms = clock, max_rooms
         self._streams: dict[int, Stream] = {}  # by room, oldest first
+        self._affinity = Affinity()
         self._most_rooms = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -211,7 +214,8 @@ class DPDispatcher:
         return room in self._streams
 
     def submit(self, submit: Submit, dp_rank: int | None = None) -> Stream:
-        """Give the request to its worker, the least loaded one when none is named.
+        """Give the request to its worker; when none is named, to the one that knows its beginning
+        unless that has much more in hand than the least loaded one, which is next.
 
         Raises Draining, BadRequest (no such rank), Conflict (this attempt or a newer one is in
         flight), Overloaded or PeerLost, and then the worker has not got it. A newer attempt of
@@ -224,12 +228,14 @@ class DPDispatcher:
             raise self._refused(Conflict(f"room {submit.room} is in flight already"))
         if older is None and len(self._streams) >= self._max_rooms:
             raise self._refused(Overloaded(f"{len(self._streams)} requests are in flight"))
-        lane = self._lane(dp_rank)
+        keys = prefix_keys(submit.tokens, submit.salt) if len(self._lanes) > 1 else []
+        lane = self._least(submit, keys) if dp_rank is None else self._lane(dp_rank)
         if older is not None:
             self._end(older, Conflict(f"attempt {submit.attempt} of this room took its place"))
         self._tell(lane, submit)
         stream = Stream(submit, lane.link.rank.dp, self._clock(), self._leave)
         self._book(lane, stream)
+        self._affinity.note(keys, stream.dp_rank)
         return stream
 
     def deliver(self, dp_rank: int, outputs: Outputs) -> None:
@@ -320,12 +326,22 @@ class DPDispatcher:
             counters=dict(self.counters),
         )
 
-    def _lane(self, dp_rank: int | None) -> _Lane:
-        if dp_rank is None:
-            connected = [lane for lane in self._lanes.values() if lane.link.ready is not None]
-            if not connected:
-                raise self._refused(PeerLost("no worker of this instance is connected"))
-            return min(connected, key=lambda lane: lane.load)
+    def _least(self, submit: Submit, keys: list[bytes]) -> _Lane:
+        connected = [lane for lane in self._lanes.values() if lane.link.ready is not None]
+        if not connected:
+            raise self._refused(PeerLost("no worker of this instance is connected"))
+        weight, fewest = weight_of(submit), min(lane.tokens for lane in connected)
+        near = (lane for lane in connected if lane.tokens <= fewest + weight)
+        least = min(near, key=lambda lane: lane.given)
+        rank = self._affinity.find(keys)
+        if rank is None or self._lanes[rank].link.ready is None:
+            return least
+        known, spare = self._lanes[rank], _SPARE * weight
+        now = known.tokens <= _SLACK * fewest + spare
+        late = known.given <= _EVEN * min(lane.given for lane in connected) + spare
+        return known if now and late else least
+
+    def _lane(self, dp_rank: int) -> _Lane:
         lane = self._lanes.get(dp_rank)
         if lane is None:
             raise self._refused(
@@ -344,9 +360,20 @@ class DPDispatcher:
     def _book(self, lane: _Lane, stream: Stream) -> None:
         self._streams[stream.room] = lane.rooms[stream.room] = stream
         lane.tokens += stream.weight
-        lane.given += 1
+        self._note_given(lane, stream.weight)
         self._most_rooms = max(self._most_rooms, len(self._streams))
         self._idle.clear()
+
+    def _note_given(self, lane: _Lane, tokens: int) -> None:
+        """One that is away counts as if it had as much as others: back, it is not flooded."""
+        lanes = self._lanes.values()
+        for each in lanes:
+            each.given *= _FADING
+        lane.given += tokens
+        fair = max(each.given for each in lanes)
+        for each in lanes:
+            if each.link.ready is None:
+                each.given = fair
 
     def _forget(self, stream: Stream) -> None:
         lane = self._lanes[stream.dp_rank]
@@ -391,6 +418,11 @@ class DPDispatcher:
     def _refused(self, error: E) -> E:
         self.counters[f"refused_{error.code}"] += 1
         return error
+
+
+def weight_of(submit: Submit) -> int:
+    """Tokens: of the prompt, and the most that may follow it."""
+    return len(submit.tokens) // 4 + submit.sampling.n * submit.sampling.max_tokens
 
 
 def _joined(kept: Sequence[Output]) -> Output:
