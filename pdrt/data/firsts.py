@@ -7,7 +7,7 @@ The promise: a decode rank takes them once for an attempt, from the prefill rank
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from pdrt.data.commands import AdmitReceiver, TellFirsts
@@ -17,7 +17,7 @@ from pdrt.data.sessions import Session
 from pdrt.data.transfer import Key, Leg, Receiver, Sender, State
 from pdrt.data.voice import Voice
 from pdrt.errors import BadMessage
-from pdrt.messages import Firsts, Rank, unpack_ids, unpack_logprobs, unpack_tops
+from pdrt.messages import Firsts, Rank, Top, unpack_ids, unpack_logprobs, unpack_tops
 
 _KEPT: Final = 1024  # attempts that are over, whose first tokens can be told once more
 
@@ -81,9 +81,7 @@ def _checked(receiver: Receiver, message: Firsts) -> FirstTokens:
         raise BadMessage("a log-probability is no number")
     tops = message.tops if receiver.top_logprobs else b""
     if receiver.top_logprobs:
-        width = len(unpack_tops(tops, len(tokens))[0])
-        if not 0 < width <= receiver.top_logprobs:
-            raise BadMessage(f"{width} likeliest tokens, not {receiver.top_logprobs}")
+        _check_tops(unpack_tops(tops, len(tokens)), receiver.top_logprobs)
     return FirstTokens(
         receiver.room,
         receiver.attempt,
@@ -92,3 +90,12 @@ def _checked(receiver: Receiver, message: Firsts) -> FirstTokens:
         tops,
         message.cached_tokens,
     )
+
+
+def _check_tops(tops: Sequence[Top], most: int) -> None:
+    """Raises BadMessage."""
+    width = len(tops[0])
+    if not 0 < width <= most:
+        raise BadMessage(f"{width} likeliest tokens, not {most}")
+    if any(token < 0 or math.isnan(logprob) for top in tops for token, logprob in top):
+        raise BadMessage("a likeliest token, or its log-probability, is none")

@@ -164,6 +164,8 @@ GOOD = Firsts(
         replace(GOOD, tops=b""),
         replace(GOOD, tops=TOPS[:-1]),
         replace(GOOD, tops=pack_tops([((1, -0.5),) * 3] * 2)),
+        replace(GOOD, tops=pack_tops([((1, -0.5), (-1, -0.5))] * 2)),
+        replace(GOOD, tops=pack_tops([((1, -0.5), (2, math.nan))] * 2)),
         replace(GOOD, rank=Rank(tp=1)),
     ],
     ids=lambda bad: f"{len(bad.tokens)}-{len(bad.logprobs)}-{len(bad.tops)}-{bad.rank}",
