@@ -89,6 +89,9 @@ class Setting:
             "[parallel] ips": ", ".join(parallel.ips)[:400],
             "[model] name": self.model[:400],
             "[model] max_model_len": str(self.spec.max_model_len),
+            "[model] dtype": config.model.dtype,
+            "[model] backend": self.spec.backend,
+            "the model": f"{self.spec.architecture}, vocabulary {self.spec.vocab}"[:400],
             "[scheduler] block_size": str(config.scheduler.block_size),
         }
 
