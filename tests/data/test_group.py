@@ -1,4 +1,4 @@
-"""What a scheduler sees of a tensor-parallel group's transfers, however its ranks interleave."""
+"""What a scheduler sees of a group's transfers, however its ranks interleave."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 import pytest
-from hypothesis import event, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -85,6 +85,28 @@ def test_a_command_goes_to_every_rank_in_the_same_order() -> None:
         rig.group.command(command)
     for rank in (0, 1):
         assert [c for to, c in rig.group.orders if to == rank] == commands
+
+
+@given(
+    blocks=st.lists(st.integers(0, 99), max_size=9).map(tuple),
+    first=st.integers(0, 5),
+    cp=st.integers(1, 4),
+    tp=st.integers(1, 3),
+)
+def test_of_blocks_each_cp_rank_sends_a_run_and_all_end_with_their_slots(
+    blocks: tuple[int, ...], first: int, cp: int, tp: int
+) -> None:
+    """The ranks of one cp rank send the same ones, each its own heads of them."""
+    group, whole = Group(cp * tp, cp), SendBlocks(*KEY, blocks, first, RECORD)
+    group.command(whole)
+    shares = [command for _, command in group.orders]
+    assert [rank for rank, _ in group.orders] == list(range(cp * tp))
+    told = [share for share in shares if isinstance(share, SendBlocks)]
+    assert told == [told[rank // tp * tp] for rank in range(cp * tp)]
+    sent = [(s.first_block + n, block) for s in told[::tp] for n, block in enumerate(s.blocks)]
+    assert sent == [(first + n, block) for n, block in enumerate(blocks)]
+    assert {share.last for share in told} == {RECORD}
+    assert max(len(s.blocks) for s in told) - min(len(s.blocks) for s in told) <= 1
 
 
 def test_a_prompt_may_be_computed_when_all_ranks_shook_hands() -> None:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from pdrt.data.commands import SendBlocks
 from pdrt.data.events import (
     Quiet,
     Received,
@@ -16,6 +17,7 @@ from pdrt.data.events import (
     SenderReady,
     SendFailed,
 )
+from pdrt.data.group import Group
 from pdrt.data.handshake import signed
 from pdrt.data.transfer import Key, Sender
 from pdrt.messages import (
@@ -750,6 +752,37 @@ def test_each_context_parallel_rank_writes_the_blocks_that_it_holds() -> None:
     rig.land_all()
     rig.flow()
     assert rig.told["Received", A] == 1
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_shares_of_context_parallel_ranks_are_the_whole_prompt_at_every_hit_and_boundary(
+    cp: int,
+) -> None:
+    """CASES 58, 59: as the group of the prefill ranks orders it; no block lands twice or never."""
+    blocks, tokens = 5, 18
+    for hit in range(blocks + 1):
+        for cuts in range(1 << (blocks - 1)):
+            ends = [n + 1 for n in range(blocks - 1) if cuts >> n & 1]
+            rig, group = Rig(shape=Shape(cp, 1, heads=1, writers=4), cp=cp), Group(cp, cp)
+            rig.expect(A, tokens)
+            rig.open(A)
+            rig.flow()
+            rig.admit(A, tokens, hit)
+            rig.flow()
+            for begin, end in pairwise([0, *ends, blocks]):
+                last = record(A, tokens) if end == blocks else None
+                group.command(SendBlocks(*A, tuple(range(begin, end)), begin, last))
+            for rank, command in group.orders:
+                assert isinstance(command, SendBlocks)
+                rig.ps[rank].desk.send(command, rig.now)
+                rig.settle()
+            assert not rig.has(Received, A)
+            rig.land_all()
+            rig.land_all()
+            rig.flow()
+            assert rig.told["Received", A] == 1
+            rig.finish(A)
+            rig.check_baseline()
 
 
 def test_the_scheduler_may_expect_what_broke_before() -> None:

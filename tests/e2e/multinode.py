@@ -32,10 +32,11 @@ class Spread:
     nodes: int = 1
     tp: int = 1
     dp: int = 1
+    cp: int = 1
 
     def parallel(self, ips: Sequence[str]) -> dict[str, Any]:
-        world = self.tp * self.dp
-        sizes = {"world_size": world, "tp": self.tp, "dp": self.dp}
+        world = self.tp * self.cp * self.dp
+        sizes = {"world_size": world, "tp": self.tp, "cp": self.cp, "dp": self.dp}
         return {**sizes, "devices_per_node": world // self.nodes, "ips": list(ips)}
 
 

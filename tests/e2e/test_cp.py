@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e import multinode
 from tests.e2e.cluster import Answer, Cluster, Tables
 from tests.e2e.colocated import Colocated
+from tests.e2e.multinode import Spread
+from tests.e2e.test_models import settings, write_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 SETTINGS: Tables = {
@@ -33,6 +36,7 @@ def sizes(tp: int, cp: int = 1) -> Tables:
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cp")
     cluster = Cluster.make(folder, 1, 1, 0, SETTINGS, per_role={"prefill": sizes(1, 2)})
+    cluster.startup_s = 90.0
     cluster.start()
     yield cluster
     cluster.stop()
@@ -121,5 +125,44 @@ async def test_groups_of_both_kinds_answer_as_one_rank_does(
 ) -> None:
     pair = {"prefill": prefill, "decode": decode}
     cluster = Cluster.make(tmp_path, 1, 1, 0, SETTINGS, per_role=pair)
+    cluster.startup_s = 90.0
     async with cluster.running():
         await answers_alike(cluster)
+
+
+@pytest.mark.slow
+async def test_ranks_of_two_nodes_share_prompts_too(tmp_path: Path) -> None:
+    """Prefill's four ranks are on two nodes, one of each cp rank."""
+    layout = {"prefill": Spread("prefill", nodes=2, tp=2, cp=2), "decode": Spread("decode")}
+    cluster = multinode.make(tmp_path, layout, SETTINGS)
+    async with cluster.running():
+        await answers_alike(cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2)])
+async def test_real_models_say_what_generate_does(
+    tmp_path: Path, family: str, tp: int, cp: int
+) -> None:
+    """Prompts around the sizes of blocks, chunks and what is worth sharing, alone and together."""
+    from tests.device import tiny
+
+    oracle = tiny.make(family, tmp_path / "model")
+    write_tokenizer(tmp_path / "model", tiny.VOCAB)
+    more: Tables = {"scheduler": {"max_prefill_tokens": 96}}
+    pair = {"prefill": sizes(tp, cp)}
+    cluster = Cluster.make(tmp_path, 1, 1, 0, settings(tmp_path / "model"), more, per_role=pair)
+    cluster.startup_s = 120.0
+    async with cluster.running():
+        prompts = [tiny.prompt(n, n) for n in (1, 8, 63, 64, 65, 96, 131, 192, 200)]
+        wanted = [tiny.answer(oracle, prompt, 12) for prompt in prompts]
+        for prompt, want in zip(prompts, wanted, strict=True):
+            assert (await request(cluster, prompt)).ids == want
+        prompts = [tiny.prompt(5 + 19 * n, 50 + n) for n in range(10)]
+        wanted = [tiny.answer(oracle, prompt, 12) for prompt in prompts]
+        for _ in range(2):  # then after prefix hits
+            got = await asyncio.gather(*(request(cluster, prompt) for prompt in prompts))
+            assert [answer.ids for answer in got] == wanted
+        await cluster.until_baseline()
