@@ -18,6 +18,7 @@ from pdrt.device.moves import Move, Moves
 from pdrt.device.null import NullRunner
 from pdrt.errors import ConfigError
 from pdrt.link import Link
+from pdrt.members import Members
 from pdrt.messages import (
     FromFollower,
     Hello,
@@ -161,6 +162,27 @@ async def test_a_copy_that_fails_on_a_follower_is_known_before_its_request_goes_
     assert stats.counters["host_copies_failed"] > 0
     assert stats.counters["retractions_copy"] > stats.counters["host_copies_failed"]
     assert stats.host_blocks_used == 0
+
+
+async def test_what_a_follower_did_not_copy_is_waited_for(tmp_path: Path) -> None:
+    """Else a token that rests on it could be said before."""
+    members = Members(spec(tmp_path, 0), asyncio.Event())
+    members.bind()
+    running = asyncio.create_task(members.run())
+    moves = Moves(saves=(Move(7, (0,), (0,)),))
+    async with AsyncExitStack() as stack:
+        stack.callback(members.close)
+        follower = follower_end(stack, spec(tmp_path, 0), 1)
+        await members.step([SeqStep(1, [1], 0, [0], None)], moves)
+        members.computed()
+        asked = asyncio.create_task(members.lost())
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not asked.done()
+        await follower.on(Stepped(number=1, lost=(7,)))
+        assert await asked == {7}
+        assert await members.lost() == set()
+        running.cancel()
 
 
 async def test_ranks_with_unequal_room_for_copies_are_a_wrong_setting(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("copies")
     small: Tables = {"scheduler": {"max_prefill_tokens": 64}}
     cluster = Cluster.make(folder, 1, 1, 0, small, per_role={"decode": {**TWO, **TIGHT}})
-    cluster.startup_s = 90.0  # three processes more than most, on a busy machine
+    cluster.startup_s = 90.0  # a bound for a busy machine
     cluster.start()
     yield cluster
     cluster.stop()

@@ -109,6 +109,24 @@ def test_it_comes_back_before_those_that_never_ran() -> None:
     assert rig.said[3] == answer([5, 6], 2)
 
 
+def test_it_comes_back_though_prompts_use_up_the_step() -> None:
+    """It needs no prompt tokens, and no slot."""
+    rig = hybrid(30)
+    rig.submit(submit(1, prompt_of(1), max_tokens=ANSWER))
+    for _ in range(4):
+        rig.step()
+    rig.submit(submit(2, list(range(1, 41)), max_tokens=2))
+    assert rig.step().prompt_tokens == LIMITS.max_prefill_tokens
+    swap(rig, 1)
+    plan = rig.plan()
+    assert plan.prompt_tokens == LIMITS.max_prefill_tokens
+    assert len(plan.batch) == 2
+    assert rig.state(1) is State.RUNNING
+    rig.commit(plan)
+    finish(rig)
+    assert rig.said[1] == answer(prompt_of(1), ANSWER)
+
+
 def test_what_the_prefix_cache_still_has_is_not_copied_back() -> None:
     rig = hybrid(30)
     rig.submit(submit(1, prompt_of(1), max_tokens=ANSWER))
