@@ -1,4 +1,7 @@
-"""What an answer needs of its prompt: the part that tells of it, and where the choices begin."""
+"""What an answer needs of its prompt: the part that tells of it, and where the choices begin.
+
+Prompts are long, so all of this is done beside the event loop.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,15 @@ from pdrt.errors import BadMessage, PdrtError
 from pdrt.messages import Output, Submit, unpack_ids
 
 
-def choices_of(call: Call, submit: Submit, text: TextPool) -> list[Choice]:
-    """Fresh ones; where the prompt is put before them, their text begins after it."""
+async def choices_of(call: Call, submit: Submit, text: TextPool) -> list[Choice]:
+    """Fresh ones; where the prompt is put before them, their text begins after it. Raises
+    Overloaded when too many prompts wait for their text."""
     order = call.order
     with_odds = order.odds is not None
     is_after = order.echo or (call.leg is not None and call.leg.text_starts_after_prompt)
     before = 0
     if with_odds and is_after:
-        before = len(_echoed(order, unpack_ids(submit.tokens), text))
+        before = len(await _echoed(order, unpack_ids(submit.tokens), text))
     return [
         Choice(text.pieces(), StopScanner(order.stop), with_odds, order.is_silent, before)
         for _ in range(order.n)
@@ -33,13 +37,15 @@ async def prompt_of(call: Call, submit: Submit, output: Output, text: TextPool) 
     """`output` has the odds of the prompt's tokens where they are wanted. Raises PdrtError."""
     order, ids = call.order, unpack_ids(submit.tokens)
     scored = output.scored if order.scoring >= 0 else None
-    shown = _echoed(order, ids, text) if order.echo else ""
+    shown = await _echoed(order, ids, text) if order.echo else ""
     try:
         return await text.run(partial(prompt_part, shown, ids, scored), text.pieces())
     except BadMessage as error:
         raise PdrtError(f"the worker told no odds of the prompt: {error}") from error
 
 
-def _echoed(order: Order, ids: Sequence[int], text: TextPool) -> str:
+async def _echoed(order: Order, ids: Sequence[int], text: TextPool) -> str:
     """The prompt as the client wrote it, or the text of its tokens."""
-    return order.prompt if isinstance(order.prompt, str) else said(ids, text.pieces())
+    if isinstance(order.prompt, str):
+        return order.prompt
+    return await text.run(partial(said, ids), text.pieces())

@@ -129,7 +129,7 @@ class Serving:
         try:
             async with _until(call.deadline - leader.clock()):
                 submit = await submit_of(leader, call)
-                choices = choices_of(call, submit, leader.text)
+                choices = await choices_of(call, submit, leader.text)
                 answer = Answer(submit.prompt_tokens, choices, call.times)
                 prompt = partial(prompt_of, call, submit, text=leader.text)
                 with leader.dispatcher.submit(submit) as stream:
