@@ -57,7 +57,7 @@ class FreeHost:
 # For the worker.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for each token, as `batch.SeqStep`
 class Say:
     """Tell the leader. Exactly one Output of a submitted request has a finish or a problem."""
 

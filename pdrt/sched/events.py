@@ -96,7 +96,7 @@ class Computed:
     sendable: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for each token, as `batch.SeqStep`
 class TokenOut:
     token: int
     logprob: float
