@@ -53,7 +53,7 @@ class Uplink:
     def __init__(self, leader: str, join: Join, net: CurveContext, time: Time) -> None:
         self._leader, self._join, self._net, self._time = leader, join, net, time
         self._handles: Sequence[Handle] = ()
-        self._rooms: dict[Rank, dict[int, int]] = {}  # what the leader gave: sequences to come
+        self._rooms: dict[Rank, dict[int, set[int]]] = {}  # what the leader gave: sequences to come
         self._owed: list[tuple[Handle, AbortRoom]] = []  # a worker's mailbox was full
         self._told: dict[Rank, RankIs] = {}
         self._link: Link[ToNode, FromNode] | None = None
@@ -174,16 +174,18 @@ class Uplink:
         self._pay()  # here too, for without a leader nothing beats
         self._see()
 
-    def _count(self, rooms: dict[int, int], item: Output) -> None:
-        if item.finish is not None or item.problem is not None:
-            is_all = item.problem is not None or item.finish == "prefilled"
-            self._end(rooms, item.room, all_of_it=is_all)
+    def _count(self, rooms: dict[int, set[int]], item: Output) -> None:
+        if item.problem is not None or item.finish == "prefilled":
+            self._end(rooms, item.room, -1)
+        elif item.finish is not None:
+            self._end(rooms, item.room, item.index)
 
-    def _end(self, rooms: dict[int, int], room: int, *, all_of_it: bool) -> None:
-        """A room is over with the last of its sequences."""
-        left = rooms.pop(room, 0) - 1
-        if left > 0 and not all_of_it:
-            rooms[room] = left
+    def _end(self, rooms: dict[int, set[int]], room: int, index: int) -> None:
+        """A room is over with the last of its sequences; one may be ended by both sides."""
+        left = rooms.get(room, set())
+        left.discard(index)
+        if index < 0 or not left:
+            rooms.pop(room, None)
 
     def _see(self) -> None:
         """Tell what is new of the workers' states."""
@@ -228,7 +230,7 @@ class Uplink:
             case Drain():
                 pass  # the leader's own end: our workers serve the next one
             case AbortRoom(room=room, index=index):
-                self._end(self._rooms[handle.rank], room, all_of_it=index < 0)
+                self._end(self._rooms[handle.rank], room, index)
                 self._owed.append((handle, message))
                 self._pay()
             case _:
@@ -242,7 +244,7 @@ class Uplink:
                 self._refuse(handle, message, error)
         else:
             if isinstance(message, Submit):
-                self._rooms[handle.rank][message.room] = max(1, message.sampling.n)
+                self._rooms[handle.rank][message.room] = set(range(message.sampling.n))
 
     def _refuse(self, handle: Handle, submit: Submit, error: PdrtError) -> None:
         problem = Problem.of(error, "node")

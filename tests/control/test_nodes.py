@@ -213,8 +213,10 @@ async def test_a_leader_that_is_gone_leaves_no_room_on_the_workers_and_the_next_
             rig.far.ranks[RANKS[1]].tell(submit(room, n=2))
         worker = rig.workers[1]
         await rig.until(lambda: len(worker.told) == 3)
-        worker.say(Outputs(items=(Output(room=8, finish="stop"), Output(room=8, finish="stop"))))
-        worker.say(Outputs(items=(Output(room=9, finish="stop"),)))  # one of two
+        worker.say(Outputs(items=(Output(room=8, finish="stop", index=1),)))
+        worker.say(Outputs(items=(Output(room=8, finish="stop"), Output(room=9, finish="stop"))))
+        rig.far.ranks[RANKS[1]].tell(AbortRoom(room=9, reason="stop", index=0))  # so say both
+        await rig.until(lambda: len(worker.told) == 4)
         worker.told.clear()
         await rig.end_leader()
         await rig.until(lambda: worker.told)
