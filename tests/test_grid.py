@@ -55,6 +55,11 @@ def test_every_rank_is_on_one_node_and_each_node_has_as_many_as_devices(
     assert [rank for ranks in held for rank in ranks] == grid.all_ranks(made)
     numbers = [grid.number_of(made, rank) for rank in grid.all_ranks(made)]
     assert numbers == list(range(world))
+    groups = [[r for r in grid.all_ranks(made) if r.dp == n] for n in range(dp)]
+    for n, group in enumerate(groups):
+        assert [grid.member_of(made, rank) for rank in group] == list(range(grid.group_size(made)))
+        assert [grid.rank_of(made, n, member) for member in range(cp * tp)] == group
+        assert [rank.is_head for rank in group] == [True] + [False] * (cp * tp - 1)
 
 
 def test_the_first_rank_of_a_node_is_the_one_that_its_place_says() -> None:

@@ -1,4 +1,4 @@
-"""A tensor-parallel group in this process: tp 0 and its followers, with devices the test holds."""
+"""A group in this process: tp 0 and its followers, with devices the test holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import zmq.asyncio
 from aiohttp import ClientSession
 
-from pdrt import messages, parts, steps
+from pdrt import grid, messages, parts, steps
 from pdrt.config import NodeConfig
 from pdrt.data.commands import AbortReceiver, TransferCommand
 from pdrt.data.events import Quiet, TransferEvent
@@ -39,7 +39,6 @@ from pdrt.messages import (
     Loading,
     Order,
     Outputs,
-    Rank,
     Ready,
     Stats,
     Stepped,
@@ -130,10 +129,10 @@ class Member:
         return f"{error.code}: {error}"
 
 
-def spec(folder: Path, rank: int, size: int = 2, **tables: Any) -> WorkerSpec:
-    parallel = {"world_size": size, "tp": size, "devices_per_node": size}
+def spec(folder: Path, rank: int, size: int = 2, cp: int = 1, **tables: Any) -> WorkerSpec:
+    parallel = {"world_size": size, "cp": cp, "tp": size // cp, "devices_per_node": size}
     made = made_spec(f"ipc://{folder}/w{rank}", **{"parallel": parallel, **tables})
-    return made.model_copy(update={"rank": Rank(tp=rank)})
+    return made.model_copy(update={"rank": grid.rank_at(made.config.parallel, rank)})
 
 
 async def member(
@@ -147,7 +146,7 @@ async def member(
     theirs = Link(context, messages.TO_WORKER, messages.FROM_WORKER)
     ours.bind(made.endpoint)
     theirs.connect(made.endpoint)
-    kind = Follower if made.rank.tp else Worker
+    kind = Follower if made.member else Worker
     life = kind(made, theirs, device.load, transfers or fake_transfers)
     one = Member(device, ours)
     one.task = asyncio.create_task(life.run())
@@ -265,6 +264,21 @@ async def test_the_loss_of_a_follower_ends_tp_0_and_names_it(tmp_path: Path) -> 
         third.task.cancel()
         assert await head.end() == "peer_lost: worker 0,0,2 of our group is gone"
         assert await second.end() == "peer_lost: tp 0 of our group is gone"
+
+
+async def test_ranks_of_two_kinds_are_one_group_under_one_scheduler(tmp_path: Path) -> None:
+    """cp 2 x tp 2: all compute each step, and who is lost is named by its rank."""
+    async with group(tmp_path, *(Device() for _ in range(4)), cp=2) as (head, *followers):
+        for one in (head, *followers):
+            await one.until(Ready)
+        await head.tell(submit(max_tokens=3, prompt=range(1, 40)))
+        assert sum(len(output.tokens) for output in await head.outputs()) == 3
+        for one in followers:
+            while (await one.until(Stats)).step_ms == 0 or len(one.device.computed) < 3:
+                pass
+            assert one.device.computed == head.device.computed
+        followers[2].task.cancel()
+        assert await head.end() == "peer_lost: worker 0,1,1 of our group is gone"
 
 
 async def test_a_follower_that_dies_while_others_load_is_missed_too(tmp_path: Path) -> None:

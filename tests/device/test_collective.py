@@ -68,6 +68,35 @@ def test_what_is_gathered_comes_to_the_first_rank_in_order(
         assert torch.equal(got, part)
 
 
+@pytest.mark.parametrize("way", ["file", "tcp"])
+def test_ranks_of_two_kinds_meet_once_and_each_sums_with_its_own(tmp_path: Path, way: str) -> None:
+    """tp 2 x cp 3: what tp ranks add up stays within a cp rank, and the other way round."""
+    tp, cp = 2, 3
+    group = places(tmp_path, tp * cp) if way == "file" else apart(tp * cp)
+    with ThreadPoolExecutor(tp * cp) as pool:
+        ends = list(
+            pool.map(lambda p: collective.join_both(p.rank, tp, cp, p.rendezvous, 20), group)
+        )
+        own = [torch.tensor([10.0**rank]) for rank in range(tp * cp)]
+        sums = pool.map(lambda end, part: end[0].all_reduce_(part.clone()), ends, own)
+        assert [int(each) for each in sums] == [11, 11, 1100, 1100, 110000, 110000]
+        gathered = pool.map(lambda end, part: end[1].all_gather(part), ends, own)
+        found = [[int(part) for part in each] for each in gathered]
+    assert found == [[1, 100, 10000], [10, 1000, 100000]] * cp
+    assert [(t.rank, t.size, c.rank, c.size) for t, c in ends] == [
+        (tp_rank, tp, cp_rank, cp) for cp_rank in range(cp) for tp_rank in range(tp)
+    ]
+
+
+def test_a_context_parallel_rank_that_left_is_missed_by_its_own_kind(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        join = collective.join_both
+        stayed, left = pool.map(lambda p: join(p.rank, 1, 2, p.rendezvous, 10), places(tmp_path, 2))
+    left[1].close()
+    with pytest.raises(PeerLost, match="context-parallel rank 0 of 2"):
+        stayed[1].all_gather(torch.zeros(1))
+
+
 def test_a_first_rank_whose_others_left_gathers_nothing(tmp_path: Path) -> None:
     stayed, left = in_threads(tmp_path, 2)
     left.close()
