@@ -101,6 +101,32 @@ async def test_the_first_token_can_be_the_last(cluster: Cluster) -> None:
     await cluster.until_baseline()
 
 
+@pytest.mark.parametrize(("max_tokens", "ignore_eos"), [(1, True), (5, True), (5, False)])
+async def test_a_stream_that_begins_with_eos_has_an_end(
+    cluster: Cluster, max_tokens: int, ignore_eos: bool
+) -> None:
+    """CASES 85, 86, 87: one chunk with the reason, then [DONE]; as many tokens as asked for."""
+    assert cluster.http is not None
+    salt = 0
+    while (await colocated(cluster, prompt_of(9, salt), max_tokens=1))["output_ids"] != [256]:
+        salt += 1
+    sampling = {"temperature": 0, "ignore_eos": ignore_eos, "max_tokens": max_tokens}
+    body = {"prompt": prompt_of(9, salt), "sampling_params": sampling, "stream": True}
+    async with cluster.http.post(f"{cluster.url}/generate", json=body) as response:
+        assert response.headers["x-pd-path"] == "disagg"
+        lines = (await response.read()).decode().split("\n\n")
+    *events, last = [line.removeprefix("data: ") for line in lines if line]
+    assert last == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    ids = [i for chunk in chunks for i in chunk["output_ids"]]
+    assert ids[0] == 256
+    assert len(ids) == (max_tokens if ignore_eos else 1)
+    reasons = [chunk["finish_reason"] for chunk in chunks]
+    assert reasons == [*[None] * (len(chunks) - 1), "length" if ignore_eos else "stop"]
+    assert chunks[-1]["usage"]["completion_tokens"] == len(ids)
+    await cluster.until_baseline()
+
+
 async def test_a_stream_says_what_the_whole_answer_says(cluster: Cluster) -> None:
     """CASES 94: multi-byte characters included; the last event is [DONE]."""
     assert cluster.http is not None
