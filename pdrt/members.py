@@ -5,7 +5,7 @@ steps and carry out its transfer commands. The promises: a command is carried ou
 it has computed the steps that tp 0 had computed when it gave it; tp 0 begins a step when all have
 ended the last but one, so that no rank has more than two before it; when one is gone, does not
 come or is stuck, we are gone too (`run` or `meet` raises). Followers of other nodes are awaited
-without limit: whether their nodes come is the supervisors' business.
+without limit, until they say hello: whether their nodes come is the supervisors' business.
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ class Members:
         within_s = self._spec.config.timeouts.startup_s
         try:
             async with asyncio.timeout(None if self._far else within_s):
+                await self._until(lambda: len(self._hellos) == len(self._links))
+            async with asyncio.timeout(within_s):
                 await self._meet(device)
         except TimeoutError:
             there = self._joined if len(self._hellos) == len(self._links) else self._hellos.keys()
@@ -125,7 +127,6 @@ class Members:
             ) from None
 
     async def _meet(self, device: DeviceThread) -> None:
-        await self._until(lambda: len(self._hellos) == len(self._links))
         for member, hello in self._hellos.items():
             self._check(member, hello, device)
         rendezvous = self._rendezvous()

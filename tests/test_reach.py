@@ -20,6 +20,7 @@ from pdrt.control.nodes import Board, Nodes
 from pdrt.control.nodes_http import add_routes
 from pdrt.device.backends import Progress, open_runner
 from pdrt.device.batch import Runner
+from pdrt.device.places import Rendezvous, TcpPlace
 from pdrt.errors import PeerLost, first_of
 from pdrt.members import Members
 from pdrt.messages import GroupPlace, Loading, Rank, Ready
@@ -82,6 +83,30 @@ async def test_a_group_of_two_nodes_answers_as_one_rank_does(tmp_path: Path) -> 
         far.task.cancel()
         await asyncio.gather(far.task, return_exceptions=True)
         assert "0,0,1 of our group is gone" in await head.end()
+
+
+class Unjoined(Device):
+    """Meets nobody, and the others only once it is allowed to."""
+
+    def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        assert isinstance(rendezvous, TcpPlace)
+        if rendezvous.door is not None:
+            rendezvous.door.close()
+        self.may_join.wait()
+
+
+async def test_a_far_follower_that_has_come_and_does_not_join_is_not_awaited_for_ever(
+    tmp_path: Path,
+) -> None:
+    async with leading() as leader, AsyncExitStack() as stack:
+        stuck, made = Unjoined(), leader.spec(tmp_path, 0)
+        stuck.may_join.clear()
+        stack.callback(stuck.may_join.set)
+        await member(stack, leader.spec(tmp_path, 1), stuck)
+        timeouts = made.config.timeouts.model_copy(update={"startup_s": 0.5})
+        config = made.config.model_copy(update={"timeouts": timeouts})
+        head = await member(stack, made.model_copy(update={"config": config}), Unjoined())
+        assert "worker 0,0,1 of our group did not come within 0.5 s" in await head.end()
 
 
 async def test_a_follower_ends_when_its_far_tp_0_does(tmp_path: Path) -> None:
