@@ -71,8 +71,14 @@ def up(
     prefill_tp: Annotated[
         int, typer.Option(min=1, help="Workers that share the model in a prefill instance.")
     ] = 1,
+    prefill_cp: Annotated[
+        int, typer.Option(min=1, help="Workers that share the rows of long prompts there.")
+    ] = 1,
     decode_tp: Annotated[
-        int, typer.Option(min=1, help="The same in a decode instance, for each of its dp ranks.")
+        int,
+        typer.Option(
+            min=1, help="The same as --prefill-tp in a decode instance, for each of its dp ranks."
+        ),
     ] = 1,
     decode_dp: Annotated[
         int,
@@ -105,6 +111,7 @@ def up(
         decode=usual if decode is None else decode,
         hybrid=hybrid or 0,
         prefill_tp=prefill_tp,
+        prefill_cp=prefill_cp,
         decode_tp=decode_tp,
         decode_dp=decode_dp,
         dtype=dtype,

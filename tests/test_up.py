@@ -70,6 +70,7 @@ def test_every_instance_has_an_address_of_its_own_and_the_well_known_port() -> N
         Wanted(),
         Wanted(prefill=3, decode=2, decode_dp=2),
         Wanted(prefill_tp=4, decode_tp=2, decode_dp=2),
+        Wanted(prefill=2, prefill_tp=2, prefill_cp=3),
         Wanted(prefill=0, decode=0, hybrid=2),
         Wanted(hybrid=1),
         Wanted(model='/a "b" \\c/é', name="m", dtype="float32", transport="shm"),
@@ -83,7 +84,7 @@ def test_what_is_written_can_be_read_and_says_what_was_asked(wanted: Wanted) -> 
         assert config.parallel.local_ip == part.host
         parallel = config.parallel
         shape = wanted.shape(config_role(part))
-        assert (parallel.tp, parallel.dp) == (shape.tp, shape.dp)
+        assert (parallel.tp, parallel.cp, parallel.dp) == (shape.tp, shape.cp, shape.dp)
         assert parallel.world_size == parallel.devices_per_node == part.workers
     routes = check(RouterConfig, tomllib.loads(router.toml()), "router")
     assert len(routes.prefill) == wanted.prefill
@@ -114,6 +115,13 @@ def test_the_ranks_of_a_group_share_a_pool_and_the_weights() -> None:
     parts_of(Wanted(prefill_tp=4, weights=30 * GIB, kv_memory=GIB))  # not four copies of it
 
 
+def test_each_cp_rank_has_the_weights_and_a_pool_of_its_own() -> None:
+    prefill, decode, _ = parts_of(Wanted(prefill_cp=2, weights=15 * GIB))
+    pools = [float(part.tables["scheduler"]["kv_memory"]) for part in (prefill, decode)]
+    assert pools[0] == pools[1] < 15 * GIB
+    assert str(prefill.shape) == "cp 2"
+
+
 @pytest.mark.parametrize(
     ("wanted", "pool"),
     [
@@ -139,6 +147,7 @@ def test_pools_are_as_large_as_useful_and_together_no_more_than_there_is(
         Wanted(prefill=0, decode=1),
         Wanted(prefill_tp=3, decode_tp=2),
         Wanted(prefill=0, decode=0, hybrid=1, decode_dp=2),
+        Wanted(prefill=0, decode=0, hybrid=1, prefill_cp=2),
         Wanted(prefill=150, decode=150),
         Wanted(kv_memory=60e9),
         Wanted(kv_memory=0.25, weights=30 * GIB),

@@ -39,10 +39,15 @@ class Shape:
 
     tp: int = 1
     dp: int = 1
+    cp: int = 1
 
     def __str__(self) -> str:
-        sizes = (("tp", self.tp), ("dp", self.dp))
+        sizes = (("tp", self.tp), ("cp", self.cp), ("dp", self.dp))
         return ", ".join(f"{name} {size}" for name, size in sizes if size > 1)
+
+    @property
+    def workers(self) -> int:
+        return self.tp * self.cp * self.dp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,7 @@ class Wanted:
     decode: int = 1
     hybrid: int = 0
     prefill_tp: int = 1
+    prefill_cp: int = 1
     decode_tp: int = 1
     decode_dp: int = 1
     model: str = "demo"
@@ -71,8 +77,11 @@ class Wanted:
                 f"--prefill {self.prefill} --decode {self.decode}: they come together;"
                 " at least one of each, or only --hybrid"
             )
-        if not self.prefill and max(self.prefill_tp, self.decode_tp, self.decode_dp) > 1:
-            raise ConfigError("--prefill-tp, --decode-tp and --decode-dp are not for --hybrid")
+        sizes = self.prefill_tp, self.prefill_cp, self.decode_tp, self.decode_dp
+        if not self.prefill and max(sizes) > 1:
+            raise ConfigError(
+                "--prefill-tp, --prefill-cp, --decode-tp and --decode-dp are not for --hybrid"
+            )
         if self.prefill_tp % self.decode_tp and self.decode_tp % self.prefill_tp:
             raise ConfigError(
                 f"--prefill-tp {self.prefill_tp} --decode-tp {self.decode_tp}:"
@@ -84,18 +93,18 @@ class Wanted:
     @property
     def workers(self) -> int:
         decode = self.decode * self.decode_dp * self.decode_tp
-        return self.prefill * self.prefill_tp + decode + self.hybrid
+        return self.prefill * self.prefill_tp * self.prefill_cp + decode + self.hybrid
 
     @property
     def copies(self) -> int:
         """Of the model: the workers of a tensor-parallel group share one."""
-        return self.prefill + self.decode * self.decode_dp + self.hybrid
+        return self.prefill * self.prefill_cp + self.decode * self.decode_dp + self.hybrid
 
     def shape(self, role: Role) -> Shape:
         """Of an instance."""
         match role:
             case "prefill":
-                return Shape(self.prefill_tp)
+                return Shape(self.prefill_tp, cp=self.prefill_cp)
             case "decode":
                 return Shape(self.decode_tp, self.decode_dp)
             case "hybrid":
@@ -120,7 +129,7 @@ class Part:
 
     @property
     def workers(self) -> int:
-        return self.shape.tp * self.shape.dp
+        return self.shape.workers
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -187,15 +196,15 @@ def _nodes(
 
 
 def _node_tables(wanted: Wanted, shape: Shape, machine: Machine, key_file: Path) -> Tables:
-    workers = shape.tp * shape.dp
     tables: Tables = {
         "model": {"path": wanted.model},
         "device": {"threads": max(1, machine.cores // wanted.workers)},
         "parallel": {
-            "world_size": workers,
+            "world_size": shape.workers,
             "tp": shape.tp,
+            "cp": shape.cp,
             "dp": shape.dp,
-            "devices_per_node": workers,
+            "devices_per_node": shape.workers,
         },
         "scheduler": {"kv_memory": wanted.kv_memory or _pool_bytes(wanted, shape, machine)},
         "security": {"key_file": str(key_file)},
