@@ -46,7 +46,7 @@ async def test_bfloat16_continues_as_transformers_does(tmp_path: Path) -> None:
     differing = [one.difference(ids) for one, ids in zip(wanted, said, strict=True)]
     listed = [what for what in differing if what]
     share = 1 - len(listed) / len(wanted)
-    print(f"\n{share:.1%} of {len(wanted)} are the same", *listed, sep="\n  ")  # noqa: T201
+    print(f"\n{share:.1%} of {len(wanted)} are the same", *listed, sep="\n  ")  # noqa: T201 - a figure
     assert share >= SHARE, listed
 
 
