@@ -24,7 +24,7 @@ from pdrt.errors import PeerLost
 
 _RETRY_S: Final = 0.005  # rank 0 may come later
 _GREET_S: Final = 2.0  # for one that called to say who it is
-_MOST_BYTES: Final = 1 << 25
+_MOST_BYTES: Final = 1 << 25  # the hashes of two million tokens
 _GO: Final = b"go"
 _SIZE: Final = Struct("<I")
 _NONCE: Final = 32
@@ -43,9 +43,9 @@ class Line:
         """Raises OSError, as all of these."""
         self._link.sendall(_SIZE.pack(len(data)) + data)
 
-    def receive(self) -> bytes:
+    def receive(self, most: int = _MOST_BYTES) -> bytes:
         (size,) = _SIZE.unpack(self._exactly(_SIZE.size))
-        if size > _MOST_BYTES:
+        if size > most:
             raise ConnectionResetError(f"{size} bytes are announced")
         return self._exactly(size)
 
@@ -194,7 +194,7 @@ def _greeted(line: Line, place: TcpPlace) -> int | None:
     try:
         ours = os.urandom(_NONCE)
         line.send(ours)
-        said = line.receive()
+        said = line.receive(_NONCE + _SIZE.size + _PROOF)  # who it is we do not know yet
         words, proof = said[:-_PROOF], said[-_PROOF:]
         all_said = ours + words
         is_member = hmac.compare_digest(proof, _proof(place, b"caller", all_said))

@@ -758,7 +758,7 @@ def test_each_context_parallel_rank_writes_the_blocks_that_it_holds() -> None:
 def test_shares_of_context_parallel_ranks_are_the_whole_prompt_at_every_hit_and_boundary(
     cp: int,
 ) -> None:
-    """CASES 58, 59: as the group of the prefill ranks orders it; no block lands twice or never."""
+    """CASES 58, 59: as the group of the prefill ranks orders it."""
     blocks, tokens = 5, 18
     for hit in range(blocks + 1):
         for cuts in range(1 << (blocks - 1)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,6 +116,19 @@ def test_latents_and_heads_over_two_ranks_of_two(
             )
     else:
         agrees(said, alone, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_models_that_transformers_computes_are_shared_as_well(
+    group: Ranks, tmp_path: Path, name: str
+) -> None:
+    """Windows, caps and sinks: a slice asks the model's own mask about its positions."""
+    from tests.device.foreign_tiny import CONFIGS
+
+    tiny.save(CONFIGS[name], 3, tmp_path)
+    alone = Alone(opened(str(tmp_path)), 71)
+    agrees(group(2, as_rank, str(tmp_path), alone.batches, cp=2), alone, 2)
 
 
 @pytest.mark.slow
