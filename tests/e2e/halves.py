@@ -44,10 +44,14 @@ class Continuation:
 
     def difference(self, said: Sequence[int]) -> str:
         """The first one, or nothing."""
-        for at, (mine, other) in enumerate(zip(self.ids, said, strict=True)):
-            if mine != other:
-                return f"{other} for {mine} at {at} of {self.prompt}, gap {self.gaps[at]}"
-        return ""
+        if self.ids == list(said):
+            return ""
+        at = first_difference(self.ids, said)
+        return f"{said[at]} for {self.ids[at]} at {at} of {self.prompt}, gap {self.gaps[at]}"
+
+
+def first_difference(some: Sequence[int], others: Sequence[int]) -> int:
+    return next(i for i, (a, b) in enumerate(zip(some, others, strict=True)) if a != b)
 
 
 def prompts(tokenizer: Any) -> list[list[int]]:
@@ -77,3 +81,12 @@ def _batch(model: Any, asked: list[list[int]], tokens: int) -> list[Continuation
             one.ids.append(token)
             one.gaps.append(pair[0] - pair[1])
     return found
+
+
+@torch.inference_mode()
+def reread(model: Any, one: Continuation) -> list[int]:
+    """What the model says to the same tokens in one forward, instead of step by step."""
+    ids = torch.tensor([[*one.prompt, *one.ids[:-1]]])
+    logits = model(ids, use_cache=False, logits_to_keep=len(one.ids)).logits[0]
+    said: list[int] = logits.argmax(-1).tolist()
+    return said

@@ -1,9 +1,10 @@
 """How often the demo model in bfloat16 says, 64 tokens long, what transformers says in bfloat16.
 
-Each step rounds to 8 bits, in the same places as transformers does; sums of products are added up
-in another order, which now and then rounds one up that was rounded down. Where two tokens are
-about as likely that decides, so the bound is a share; what differs is listed with the gap between
-the two likeliest logits, which in bfloat16 are 0.125 apart or equal.
+Every operation rounds to 8 bits where transformers rounds, but sums of products are added up in
+another order, which now and then rounds one up that was rounded down. Logits of this model are 1/8
+or 1/16 apart or equal, and in most continuations the two best of some step are: there such a bit
+decides. Transformers itself says the same in about a third of them when it reads its own answer in
+one forward instead of step by step, so that is the measure; what differs is listed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from tests.e2e.cluster import PATIENT, Cluster, Tables
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 TOKENS: Final = 64
-SHARE: Final = 0.95
+NEAR: Final = 0.25  # two steps of bfloat16 between 16 and 32: what a difference may come from
+CHANCE: Final = 0.1  # of a share: how much less than with itself transformers may agree with us
 
 
 async def test_bfloat16_continues_as_transformers_does(tmp_path: Path) -> None:
@@ -43,11 +45,16 @@ async def test_bfloat16_continues_as_transformers_does(tmp_path: Path) -> None:
     cluster.startup_s = cluster.answer_s = 300.0
     async with cluster.running():
         said = await asyncio.gather(*(answer(cluster, one.prompt) for one in wanted))
-    differing = [one.difference(ids) for one, ids in zip(wanted, said, strict=True)]
+    pairs = list(zip(wanted, said, strict=True))
+    differing = [one.difference(ids) for one, ids in pairs]
+    itself = [halves.reread(oracle, one) == one.ids for one in wanted]
     listed = [what for what in differing if what]
-    share = 1 - len(listed) / len(wanted)
-    print(f"\n{share:.1%} of {len(wanted)} are the same", *listed, sep="\n  ")  # noqa: T201 - a figure
-    assert share >= SHARE, listed
+    same, own = 1 - len(listed) / len(wanted), sum(itself) / len(itself)
+    print(f"\n{same:.0%} of {len(wanted)} the same, {own:.0%} with itself")  # noqa: T201
+    print(*listed, sep="\n")  # noqa: T201 - the list is what is asked for
+    assert same >= own - CHANCE
+    gaps = [one.gaps[halves.first_difference(one.ids, ids)] for one, ids in pairs if one.ids != ids]
+    assert max(gaps, default=0) <= NEAR
 
 
 async def answer(cluster: Cluster, prompt: list[int]) -> list[int]:
