@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdrt.device.places import Rendezvous, TcpPlace
-from pdrt.device.sums import Sums, meet
+from pdrt.device.sums import Line, Sums, meet
 from pdrt.errors import PeerLost
 
 SOON = 0.2
@@ -120,6 +120,14 @@ def test_who_does_not_know_the_secret_is_no_rank_and_does_not_keep_the_others_ap
     assert [each.result() for each in summed(threads, ranks, lambda _rank: [2])] == [[4], [4]]
     for rank in ranks:
         rank.close()
+
+
+def test_who_announces_more_than_a_greeting_has_said_enough() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall((101).to_bytes(4, "little"))
+        with pytest.raises(ConnectionResetError, match="101 bytes are announced"):
+            Line(ours).receive(100)
 
 
 def test_a_rank_does_not_join_whoever_else_listens_at_the_address(
