@@ -74,6 +74,7 @@ def scheduler(spec: WorkerSpec, runner: Runner, blocks: int, host_blocks: int = 
         prefix_cache=config.prefix_cache,
         early_first_token=transfer.early_first_token,
         rebind_grace_s=spec.config.timeouts.rebind_grace_s,
+        vocab=runner.vocab,
     )
     match spec.role:
         case "prefill":

@@ -65,6 +65,10 @@ class TimedRunner:
     def eos_token_ids(self) -> frozenset[int]:
         return self._inner.eos_token_ids
 
+    @property
+    def vocab(self) -> int:
+        return self._inner.vocab
+
     def bind(self, pool: memoryview, blocks: int) -> None:
         self._inner.bind(pool, blocks)
 

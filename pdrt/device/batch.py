@@ -103,6 +103,11 @@ class Runner(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
 
+    @property
+    def vocab(self) -> int:
+        """Every token that it is given or draws is less."""
+        ...
+
     def bind(self, pool: memoryview, blocks: int) -> None:
         """Use `pool` (writable, `blocks * layout.block_bytes` bytes) as KV memory."""
         ...

@@ -61,6 +61,7 @@ class NullRunner:
     ) -> None:
         self.layout = shard.layout(block_size, "uint8")
         self.eos_token_ids = NULL_SPEC.eos_token_ids
+        self.vocab = NULL_SPEC.vocab
         self._step_ms, self._token_ms, self._sleep = step_ms, token_ms, sleep
         self._shard, self._context = shard, context
         self._size = shard.size * context.size

@@ -44,6 +44,7 @@ class TorchRunner:
     ) -> None:
         self.layout = layout
         self.eos_token_ids = model.spec.eos_token_ids
+        self.vocab = model.spec.vocab
         self._shard, self._context = model.shard, context
         self._groups = Groups(Solo(), Solo()) if self._place == (0, 1) else None
         self.model = model

@@ -160,7 +160,7 @@ class DecodeDisaggScheduler:
             return
         self.book.counters["transfers"] += 1
         request.is_quiet = True
-        if cause := _contradiction(request, record):
+        if cause := _contradiction(request, record, self.limits):
             self._contradicted(request, cause)
         elif request.firsts:
             self._arrived(request, record)
@@ -185,10 +185,16 @@ class DecodeDisaggScheduler:
             self.book.counters["ignored"] += 1
             return
         firsts = _firsts_of(request, event)
+        if not all(self._is_known(one) for one in firsts):
+            self.book.counters["firsts_refused"] += 1  # what comes of it is the slot's to say
+            return
         if is_early:
             self._base.tell(request, firsts, 0 if request.said else event.cached_tokens)
         else:
             self.book.move(request, FirstsKept(firsts))
+
+    def _is_known(self, one: First) -> bool:
+        return all(map(self.limits.is_known, (one.token, *(token for token, _ in one.top))))
 
     def _arrived(self, request: Request, record: SlotRecord) -> None:
         self.book.learn(request, len(request.tokens))
@@ -235,13 +241,15 @@ class DecodeDisaggScheduler:
             self.book.move(request, event)
 
 
-def _contradiction(request: Request, record: SlotRecord) -> str:
+def _contradiction(request: Request, record: SlotRecord, limits: Limits) -> str:
     """Why this slot is not what was asked for; empty when it is."""
     if record.status != SLOT_COMPLETE or record.kv_len != len(request.tokens):
         return (
             f"the slot vouches for {record.kv_len} tokens (status {record.status}),"
             f" not {len(request.tokens)}"
         )
+    if not limits.is_known(record.token):
+        return f"the slot names token {record.token}, of a vocabulary of {limits.vocab}"
     if request.firsts and record.token != request.firsts[0].token:
         return f"the slot names token {record.token}, told was {request.firsts[0].token}"
     if request.needs_firsts and not request.firsts:

@@ -26,16 +26,24 @@ class Limits:
     prefix_cache: bool = True  # what is computed once is not computed, or received, again
     patience: int = 8  # how often a request is overtaken before it is waited for
     lookahead: int = 64  # of those that wait, so many that do not fit are looked at in a step
+    vocab: int = 0  # tokens that the model knows; 0: not known
 
     @property
     def max_held(self) -> int:
         """Requests that may hold memory: a batch that runs, and one that arrives meanwhile."""
         return 2 * self.max_batch_size
 
+    def is_known(self, token: int) -> bool:
+        """Whether the model may be given it: another id is a place outside its embedding."""
+        return token >= 0 and (not self.vocab or token < self.vocab)
+
     def check_fits(self, request: Request, tokens: int, blocks: int) -> None:
-        """Raises TooLong when `tokens` can never be held, BadRequest when there are none."""
+        """Raises TooLong when `tokens` can never be held, BadRequest for none or unknown ones."""
         if not request.tokens:
             raise BadRequest("prompt: it is empty")
+        for token in min(request.tokens), max(request.tokens):
+            if not self.is_known(token):
+                raise BadRequest(f"prompt: token {token} is outside the vocabulary of {self.vocab}")
         needed = blocks_for(tokens, self.block_size)
         if needed > blocks:
             raise TooLong(

@@ -91,6 +91,7 @@ class Recorder:
 
     layout = KvLayout(block_size=16, dtype="float32", layers=1, kv_heads=1, head_dim=1)
     eos_token_ids = frozenset[int]()
+    vocab = 1000
 
     def __init__(self) -> None:
         self.batches = list[Sequence[SeqStep]]()

@@ -80,7 +80,7 @@ class Recorder:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.layout: KvLayout = runner.layout
-        self.eos_token_ids = runner.eos_token_ids
+        self.eos_token_ids, self.vocab = runner.eos_token_ids, runner.vocab
         self.bind, self.join = runner.bind, runner.join
         self.batches: list[list[SeqStep]] = []
         self.drawn: list[list[Drawn]] = []
