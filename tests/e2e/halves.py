@@ -74,8 +74,8 @@ def _batch(model: Any, asked: list[list[int]], tokens: int) -> list[Continuation
     found = [Continuation(prompt, [], []) for prompt in asked]
     rows, cache = torch.tensor(asked), None
     for _ in range(tokens):
-        out = model(rows, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits, cache = out.logits[:, -1], out.past_key_values
+        out = model(rows, cache=cache, use_cache=True, logits_to_keep=1)
+        logits, cache = out.logits[:, -1], out.cache
         best, rows = logits.float().topk(2).values, logits.argmax(-1, keepdim=True)
         for one, token, pair in zip(found, rows[:, 0].tolist(), best.tolist(), strict=True):
             one.ids.append(token)
