@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -20,12 +19,14 @@ from pdrt.control.legs import (
     PrefillDone,
     PrefillFailed,
 )
+from pdrt.control.longjson import read_long
 from pdrt.control.merge import Merge
 from pdrt.control.upstream import Answer, Upstream
-from pdrt.errors import PdrtError, Unavailable
+from pdrt.errors import BadRequest, PdrtError, Unavailable
 
 SHORT_ANSWER: Final = 1 << 20  # an answer that is not streamed is checked whole up to this size
-PREFILL_ANSWER: Final = 1 << 25  # with the odds of a long prompt
+PREFILL_ANSWER: Final = 1 << 20
+PREFILL_TELLS: Final = 1 << 25  # the same with what it tells of a long prompt
 
 
 class ClientGone(Exception):
@@ -49,24 +50,24 @@ async def prefill(
         async with upstream.post(call.instance, call.path, call.body, call.headers) as answer:
             if not answer.is_good:
                 return PrefillFailed(leg, await answer.failure())
-            body = await answer.whole(PREFILL_ANSWER)
+            body = await answer.whole(PREFILL_ANSWER if merge is None else PREFILL_TELLS)
     except PdrtError as error:
         return PrefillFailed(leg, Failure.of(error, elsewhere=True))
     if is_plain:
         return PrefillDone(leg)
     try:
-        return PrefillDone(leg, _told(body, merge))
+        return PrefillDone(leg, await _told(body, merge))
     except PdrtError as error:
         return PrefillFailed(leg, Failure.of(error))
 
 
-def _told(body: bytes, merge: Merge | None) -> Json:
+async def _told(body: bytes, merge: Merge | None) -> Json:
     """What says that the prompt is where it belongs. Raises PdrtError when this does not."""
     try:
-        said = json.loads(body)
-    except ValueError:
-        said = None
-    if not isinstance(said, dict) or said.get("status") != "prefilled":
+        said = await read_long(body)
+    except BadRequest:
+        said = {}
+    if said.get("status") != "prefilled":
         raise PdrtError(f"prefill answered {body[:200]!r}")
     if merge is not None:
         merge.check(said)

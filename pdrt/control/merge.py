@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdrt.control.generate import GenerateVoice
-from pdrt.control.http import Json, parse_object
+from pdrt.control.http import Json
+from pdrt.control.longjson import read_long
 from pdrt.control.openai import OpenAIVoice
 from pdrt.control.order import Order
-from pdrt.control.reply import long_event_of, long_json_of
+from pdrt.control.reply import RawList, long_event_of, long_json_of
 from pdrt.errors import BadRequest, PdrtError
 
 MERGED_ANSWER: Final = 1 << 26  # bytes of an answer that is not streamed
@@ -60,10 +61,10 @@ class Merge:
         usage = {"completion_tokens": 0, **told["usage"]}
         return b"".join(map(long_event_of, voice.first(told["prompt"], order.n, usage)))
 
-    def read(self, body: bytes) -> Json:
+    async def read(self, body: bytes) -> Json:
         """Decode's whole answer. Raises PdrtError when nothing can be put before it."""
         try:
-            answer = parse_object(body)
+            answer = await read_long(body)
         except BadRequest as error:
             raise PdrtError(f"decode's answer cannot be read: {error}") from error
         if self._is_generate:
@@ -87,7 +88,7 @@ def _is_said(part: object) -> bool:
         case {"text": str(), "logprobs": None}:
             return True
         case {"text": str(), "logprobs": dict() as odds}:
-            return all(isinstance(column, list) for column in odds.values())
+            return all(isinstance(column, RawList) for column in odds.values())
         case _:
             return False
 
@@ -96,7 +97,10 @@ def _joined(prompt: Json, choice: Json) -> Json:
     before, after = prompt["logprobs"], choice["logprobs"]
     odds = after
     if before is not None:
-        odds = {name: column + (after or {}).get(name, []) for name, column in before.items()}
+        odds = {
+            name: RawList([*column, *(after or {}).get(name, [])])
+            for name, column in before.items()
+        }
     return {**choice, "text": prompt["text"] + choice["text"], "logprobs": odds}
 
 

@@ -344,7 +344,7 @@ class Relay:
     async def _pass_on_merged(self, leg: int, answer: Answer, merge: Merge) -> None:
         """A whole answer, with prefill's part in it."""
         go = self._go
-        said = merge.read(await answer.whole(MERGED_ANSWER))
+        said = await merge.read(await answer.whole(MERGED_ANSWER))
         self._inbox.put_nowait(AnsweredEarly(leg))
         await go.wait()
         body = await asyncio.to_thread(merge.whole, self._told, said)

@@ -126,8 +126,14 @@ def long_json_of(body: Json) -> bytes:
     return _text_of(body).encode()
 
 
+class RawList(list[str]):
+    """A list whose elements are JSON already."""
+
+
 def _text_of(value: object) -> str:
     match value:
+        case RawList():
+            return "[" + ",".join(value) + "]"
         case dict():
             return "{" + ",".join(f"{_encode(k)}:{_text_of(v)}" for k, v in value.items()) + "}"
         case [*_] if len(value) > _PIECE:

@@ -315,3 +315,21 @@ async def test_a_hybrid_instance_says_all_of_it_by_itself() -> None:
         got = await found.send(ASK, COMPLETIONS)
         assert got.body == body
         assert found.hybrid[0].seen[0].body["echo"] is True
+
+
+@pytest.mark.parametrize(("more", "most"), [({}, 1 << 20), ({"echo": True}, 1 << 25)])
+async def test_prefill_may_answer_at_length_only_where_it_has_something_to_tell(
+    more: Json, most: int
+) -> None:
+    body = {"prompt": "ab", "logprobs": 1, **more}
+    async with rig() as found:
+        found.prefill[0].plays.append(told(PART, padding="x" * (most - 4096)))
+        found.decode[0].plays.append(good({"choices": [choice(0, "c", 2)]}))
+        assert (await found.send(body, COMPLETIONS)).status == 200
+        found.prefill[0].plays.append(told(PART, padding="x" * most))
+        found.decode[0].plays.append(hang)
+        got = await found.send(body, COMPLETIONS)
+        assert (got.status, f"more than {most} bytes" in got.json["error"]["message"]) == (
+            503,
+            True,
+        )
