@@ -36,11 +36,13 @@ class Line:
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
+        self._until: float | None = None
         if link.family != socket.AF_UNIX:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, data: bytes) -> None:
         """Raises OSError, as all of these."""
+        self._hurry()
         self._link.sendall(_SIZE.pack(len(data)) + data)
 
     def receive(self, most: int = _MOST_BYTES) -> bytes:
@@ -50,7 +52,13 @@ class Line:
         return self._exactly(size)
 
     def patience(self, seconds: float) -> None:
+        """How long each bit of a message is awaited from now on."""
+        self._until = None
         self._link.settimeout(seconds)
+
+    def until(self, moment: float) -> None:
+        """When all that is said must have been: who says it bit by bit gets no more time."""
+        self._until = moment
 
     def close(self) -> None:
         self._link.close()
@@ -58,11 +66,16 @@ class Line:
     def _exactly(self, size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
+            self._hurry()
             piece = self._link.recv(size - len(data))
             if not piece:
                 raise ConnectionResetError("it is gone")
             data += piece
         return bytes(data)
+
+    def _hurry(self) -> None:
+        if self._until is not None:
+            self._link.settimeout(_left(self._until))
 
 
 class Sums:
@@ -126,11 +139,12 @@ def _gathered(rendezvous: Rendezvous, count: int, until: float) -> list[Line]:
             door.settimeout(_left(until))
             line = Line(door.accept()[0])
             unless_all.callback(line.close)
-            line.patience(min(_GREET_S, _left(until)))
+            line.until(min(time.monotonic() + _GREET_S, until))
             number = _greeted(line, rendezvous) if isinstance(rendezvous, TcpPlace) else len(lines)
             if number is None or number in lines:
                 line.close()  # a stranger
             else:
+                line.patience(_left(until))
                 lines[number] = line
         _tell(list(lines.values()), _GO)
         unless_all.pop_all()
@@ -158,10 +172,12 @@ def _called(rendezvous: Rendezvous, rank: int, until: float) -> Line:
             link.settimeout(_left(until))
             if isinstance(rendezvous, TcpPlace):
                 link.connect((rendezvous.host, rendezvous.port))
-                _introduce(Line(link), rendezvous, rank)
             else:
                 link.connect(str(rendezvous))
             line = Line(link)
+            line.until(until)
+            if isinstance(rendezvous, TcpPlace):
+                _introduce(line, rendezvous, rank)
             if line.receive() == _GO:
                 return line
             raise ConnectionResetError("rank 0 is gone")
@@ -210,9 +226,9 @@ def _greeted(line: Line, place: TcpPlace) -> int | None:
 def _introduce(line: Line, place: TcpPlace, rank: int) -> None:
     """Raises ConnectionResetError when who listens there does not know the secret."""
     words = os.urandom(_NONCE) + _SIZE.pack(rank)
-    all_said = line.receive() + words
+    all_said = line.receive(_NONCE) + words
     line.send(words + _proof(place, b"caller", all_said))
-    if not hmac.compare_digest(line.receive(), _proof(place, b"door", all_said)):
+    if not hmac.compare_digest(line.receive(_PROOF), _proof(place, b"door", all_said)):
         raise ConnectionResetError("another program listens there")
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
+from pdrt.device import sums
 from pdrt.device.places import Rendezvous, TcpPlace
 from pdrt.device.sums import Line, Sums, meet
 from pdrt.errors import PeerLost
@@ -128,6 +131,41 @@ def test_who_announces_more_than_a_greeting_has_said_enough() -> None:
         theirs.sendall((101).to_bytes(4, "little"))
         with pytest.raises(ConnectionResetError, match="101 bytes are announced"):
             Line(ours).receive(100)
+
+
+def test_who_greets_bit_by_bit_gets_no_more_time(threads: ThreadPoolExecutor) -> None:
+    """One such caller after the other would keep a group from meeting."""
+    ours, theirs = socket.socketpair()
+    enough = threading.Event()
+
+    def drip() -> None:
+        theirs.sendall((100).to_bytes(4, "little"))
+        for _ in range(100):
+            theirs.sendall(b"x")
+            if enough.wait(SOON / 4):
+                return
+
+    with ours, theirs:
+        dripping = threads.submit(drip)
+        line = Line(ours)
+        line.until(time.monotonic() + SOON)
+        with pytest.raises(TimeoutError):
+            line.receive(100)
+        enough.set()
+        dripping.result()
+
+
+def test_a_rank_that_came_early_is_still_there_when_the_last_one_comes(
+    threads: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for a greeting ends with it."""
+    monkeypatch.setattr(sums, "_GREET_S", SOON)
+    where = places("tcp", tmp_path, 3)
+    early = [threads.submit(meet, rank, 3, where[rank], 10) for rank in (0, 1)]
+    assert not wait(early, 2 * SOON).done
+    ranks = [early[0], early[1], threads.submit(meet, 2, 3, where[2], 10)]
+    for rank in ranks:
+        rank.result().close()
 
 
 def test_a_rank_does_not_join_whoever_else_listens_at_the_address(
