@@ -253,16 +253,20 @@ class DPDispatcher:
                 self._forget(stream)
         self._pay(lane)
 
-    def worker_lost(self, dp_rank: int, problem: Problem) -> list[int]:
-        """The worker is gone: all its rooms, which are told, end now and may be tried again."""
+    def worker_lost(self, dp_rank: int, problem: Problem, *, is_head_alive: bool = False) -> None:
+        """A worker of the rank is gone: all its rooms end now and may be tried again.
+
+        When that was not tp 0, this may live on, and must let go of them.
+        """
         lane = self._lanes[dp_rank]
-        lane.owed.clear()
+        if not is_head_alive:
+            lane.owed.clear()
         self.counters["rooms_lost"] += len(lane.rooms)
-        lost = list(lane.rooms)
         for stream in list(lane.rooms.values()):
             self._forget(stream)
             stream.fail(_retryable(problem))
-        return lost
+            if is_head_alive:
+                self._owe(lane, AbortRoom(room=stream.room, reason="worker_lost"))
 
     def abort(self, room: int, reason: str) -> None:
         """End a room early. A room that is not in flight is no error."""

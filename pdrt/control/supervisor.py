@@ -7,7 +7,6 @@ moves. It owns the workers: when `run` returns, however it does, none of them is
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
@@ -32,7 +31,7 @@ from pdrt.control.lives import (
 from pdrt.control.parts import Handle, Parts
 from pdrt.control.worker_handle import Lost
 from pdrt.errors import Draining, NotFound, Overloaded, PdrtError, PeerLost
-from pdrt.messages import FromWorker, Problem, Rank
+from pdrt.messages import FromWorker, Problem
 
 _TICK_S: Final = 0.05
 _SLICE: Final = 8
@@ -185,21 +184,12 @@ class Supervisor(Actor[Mail]):
     def _lost(self, handle: Handle, lost: Lost) -> None:
         """Its group is over too: the requests do not wait until the others have ended."""
         self._condition.faulted(self._wall())
-        rooms = self._work.worker_lost(handle.rank.dp, lost.problem)
-        self._parts.side.lost(handle.rank, lost.is_dead)
-        self._end_rooms(handle.rank, rooms)
+        rank = handle.rank  # tp 0 may live on, when only the way to another node's rank is lost
+        self._work.worker_lost(rank.dp, lost.problem, is_head_alive=not rank.is_head)
+        self._parts.side.lost(rank, lost.is_dead)
         self._step(WorkerGone())
         if lost.final:
             self._give_up(f"worker {handle.rank} cannot be kept alive: {lost.problem.message}")
-
-    def _end_rooms(self, lost: Rank, rooms: Sequence[int]) -> None:
-        """Tp 0 may live on, when only the way to another node's rank is lost."""
-        for head in self._parts.handles:
-            if head.rank.dp != lost.dp or not head.rank.is_head or head.rank == lost:
-                continue
-            with contextlib.suppress(PeerLost, Overloaded):
-                for room in rooms:
-                    head.tell(messages.AbortRoom(room=room, reason="worker_lost"))
 
     async def _prefill_again(self, wanted: messages.AskPrefill) -> None:
         try:

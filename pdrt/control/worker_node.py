@@ -79,8 +79,9 @@ class LedWork:
 
     def deliver(self, _dp_rank: int, _outputs: Outputs) -> None: ...
 
-    def worker_lost(self, _dp_rank: int, _problem: Problem) -> Sequence[int]:
-        return ()
+    def worker_lost(
+        self, _dp_rank: int, _problem: Problem, *, is_head_alive: bool = False
+    ) -> None: ...
 
     def abort(self, _room: int, _reason: str) -> None: ...
 

@@ -314,6 +314,21 @@ async def test_a_rank_whose_node_is_gone_may_live_and_its_tp_0_is_told_what_is_o
         assert rig.state == "loading"
 
 
+async def test_a_tp_0_with_a_full_mailbox_hears_later_of_all_that_is_over() -> None:
+    async with rigged(tp=2) as rig:
+        await rig.be_ready()
+        head, far = rig.workers
+        head.answers = None
+        with rig.submit(7), rig.submit(8), rig.submit(9):
+            head.is_full, far.ready = True, None
+            rig.heard(far, Lost(DIED, final=False, is_dead=False))
+            await rig.time.run_for(0.2)
+            assert not [m for m in head.told if isinstance(m, AbortRoom)]
+            head.is_full = False
+            await rig.time.run_for(0.2)
+            assert [m.room for m in head.told if isinstance(m, AbortRoom)] == [7, 8, 9]
+
+
 async def test_a_worker_that_dies_too_often_ends_the_node_with_its_reason() -> None:
     """And the other workers with it; their clients are told."""
     async with rigged(dp=2) as rig:
