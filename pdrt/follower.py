@@ -112,15 +112,20 @@ class Follower:
         async for message in self._head.listen():
             match message:
                 case messages.Join(rendezvous=rendezvous):
-                    spec = self._spec
-                    secret = spec.key.derive("group")
-                    place = place_of(rendezvous, spec.disagg.local_ip, secret)
-                    self._rendezvous.set_result(place)
+                    self._join(rendezvous)
                 case messages.Step():
                     self._batches.put_nowait(message)
                 case messages.Order():
                     self._orders.append(message)
                     self._carry_out()
+
+    def _join(self, rendezvous: str) -> None:
+        if self._rendezvous.done():
+            structlog.get_logger().error("joined_already", rendezvous=rendezvous)
+            return
+        spec = self._spec
+        secret = spec.key.derive("group")
+        self._rendezvous.set_result(place_of(rendezvous, spec.disagg.local_ip, secret))
 
     # What is done.
 

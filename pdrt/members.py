@@ -91,15 +91,10 @@ class Members:
 
     async def _announce(self) -> None:
         """Until those of other nodes have come."""
-        telling = asyncio.ensure_future(reach.announce(self._spec, self._far, self._sleep))
-        coming = asyncio.ensure_future(self._until(lambda: self._far.keys() <= self._hellos.keys()))
-        try:
-            done, _ = await asyncio.wait({telling, coming}, return_when=asyncio.FIRST_COMPLETED)
-            for each in done:
-                each.result()
-        finally:
+        async with asyncio.TaskGroup() as tasks:
+            telling = tasks.create_task(reach.announce(self._spec, self._far, self._sleep))
+            await self._until(lambda: self._far.keys() <= self._hellos.keys())
             telling.cancel()
-            coming.cancel()
 
     def close(self) -> None:
         for link in self._links.values():

@@ -21,7 +21,7 @@ from pdrt.control.nodes_http import add_routes
 from pdrt.device.backends import Progress, open_runner
 from pdrt.device.batch import Runner
 from pdrt.device.places import Rendezvous, TcpPlace
-from pdrt.errors import PeerLost, first_of
+from pdrt.errors import NotFound, PeerLost, first_of
 from pdrt.members import Members
 from pdrt.messages import GroupPlace, Loading, Rank, Ready
 from pdrt.spawn import WorkerSpec
@@ -168,6 +168,31 @@ async def test_tp_0_announces_until_all_of_other_nodes_have_come(tmp_path: Path)
         assert "0,0,1 of our group is gone" in str(first_of(caught.value))
         members.close()
         net.close()
+
+
+def has_announced(board: Board) -> bool:
+    try:
+        board.find(0)
+    except NotFound:
+        return False
+    return True
+
+
+async def test_a_tp_0_that_ends_has_ended_its_announcing(tmp_path: Path) -> None:
+    async with leading() as leader:
+        members = Members(leader.spec(tmp_path, 0), asyncio.Event())
+        members.bind()
+        before = asyncio.all_tasks()
+        running = asyncio.create_task(members.run())
+        while not has_announced(leader.board):
+            await asyncio.sleep(0.001)
+        ours = {task for task in asyncio.all_tasks() - before if "announce" in repr(task)}
+        assert ours
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert all(task.done() for task in ours)
+        members.close()
 
 
 async def test_trouble_with_the_leader_is_told_once_and_passes(tmp_path: Path) -> None:

@@ -411,6 +411,21 @@ async def test_a_command_waits_for_the_steps_it_rests_on_and_for_no_other(tmp_pa
         assert await anext(head.heard) == Told(event=pack_event(Quiet(9, 0)))
 
 
+async def test_a_follower_that_is_told_twice_where_to_join_goes_on(tmp_path: Path) -> None:
+    made = spec(tmp_path, 1, role="decode")
+    async with AsyncExitStack() as stack:
+        head, device = Head(made), Device()
+        stack.callback(head.link.close)
+        await member(stack, made, device)
+        assert isinstance(await anext(head.heard), Hello)
+        for name in "rs":
+            await head.say(Join(rendezvous=str(tmp_path / name)))
+        assert isinstance(await anext(head.heard), Joined)
+        await head.say(steps.pack(1, [SeqStep(1, [1, 2], 0, [0], None)]))
+        assert await anext(head.heard) == Stepped(number=1)
+        assert device.met == [tmp_path / "r"]
+
+
 async def test_a_rank_that_is_stuck_in_a_step_ends_its_group_and_is_named(tmp_path: Path) -> None:
     """Its loop still answers, so that nobody else would miss it for a minute."""
     made, fake, heard = spec(tmp_path, 0, 3), FakeTime(), asyncio.Semaphore(0)
