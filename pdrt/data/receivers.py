@@ -214,6 +214,9 @@ class Receivers:
                 assert_never(message)
 
     def _heard_firsts(self, receiver: Receiver, leg: Leg, message: Firsts, now: float) -> None:
+        if receiver.has_firsts and firsts.is_head(leg):
+            self.counters["repeated_first_tokens"] += 1  # we asked again before they came
+            return
         event = firsts.heard(receiver, leg, message)
         if event is None:
             self.counters["dropped_first_tokens"] += 1

@@ -177,7 +177,8 @@ def test_first_tokens_that_do_not_fit_are_counted_and_dropped(bad: Firsts) -> No
         rig.d.receive(decode(FROM_PREFILL, frame), rig.now)
         rig.settle()
     assert firsts_of(rig) == FirstTokens(*A, (42, 43), (-0.5, -0.5), TOPS)
-    assert rig.d.counters["dropped_first_tokens"] == 2
+    assert rig.d.counters["dropped_first_tokens"] == 1
+    assert rig.d.counters["repeated_first_tokens"] == 1
 
 
 @pytest.mark.parametrize("session", ["d1", ""])
