@@ -50,7 +50,7 @@ async def test_bfloat16_continues_as_transformers_does(tmp_path: Path) -> None:
     itself = [halves.reread(oracle, one) == one.ids for one in wanted]
     listed = [what for what in differing if what]
     same, own = 1 - len(listed) / len(wanted), sum(itself) / len(itself)
-    print(f"\n{same:.0%} of {len(wanted)} the same, {own:.0%} with itself")  # noqa: T201
+    print(f"\n{same:.0%} of {len(wanted)} the same, {own:.0%} with itself")  # noqa: T201 - asked for
     print(*listed, sep="\n")  # noqa: T201 - the list is what is asked for
     assert same >= own - CHANCE
     gaps = [one.gaps[halves.first_difference(one.ids, ids)] for one, ids in pairs if one.ids != ids]
