@@ -99,7 +99,8 @@ async def test_a_worker_holds_weights_once_its_kv_and_little_else(
         pid = await cluster.worker_pid("hybrid0")
         allowed = PARAMETERS * itemsize + KV + BESIDES
         now, most = psutil.Process(pid).memory_info().rss, most_resident(pid)
-    print(f"\n{dtype}: {now / MB:.0f} MB, at most {most / MB:.0f}, allowed {allowed / MB:.0f}")  # noqa: T201
+    figures = f"{now / MB:.0f} MB, at most {most / MB:.0f}, allowed {allowed / MB:.0f}"
+    print(f"\n{dtype}: {figures}")  # noqa: T201 - a figure
     assert now <= allowed
 
 
