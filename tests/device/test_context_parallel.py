@@ -86,8 +86,8 @@ def agrees(said: list[Replayed], alone: Alone, cp: int) -> None:
         ("qwen3_moe", 2, 71),
         ("deepseek_v2", 2, 71),
         ("null", 4, 71),
-        pytest.param("qwen3_moe", 4, 96, marks=pytest.mark.slow),
-        pytest.param("null", 2, 96, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 4, 96, marks=pytest.mark.matrix),
+        pytest.param("null", 2, 96, marks=pytest.mark.matrix),
     ],
 )
 def test_ranks_that_share_prompts_say_and_keep_what_one_does(
@@ -99,7 +99,7 @@ def test_ranks_that_share_prompts_say_and_keep_what_one_does(
     agrees(group(size, as_rank, model(name), alone.batches, cp=2), alone, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("chunk", [64, 71, 160])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v2", "deepseek_v3", "null"])
 def test_latents_and_heads_over_two_ranks_of_two(
@@ -118,7 +118,7 @@ def test_latents_and_heads_over_two_ranks_of_two(
         agrees(said, alone, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_models_that_transformers_computes_are_shared_as_well(
     group: Ranks, tmp_path: Path, name: str
@@ -131,7 +131,7 @@ def test_models_that_transformers_computes_are_shared_as_well(
     agrees(group(2, as_rank, str(tmp_path), alone.batches, cp=2), alone, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["llama", "deepseek_v2", "null"])
 def test_four_ranks_share_a_prompt(group: Ranks, model: Callable[[str], str], name: str) -> None:
     alone = Alone(opened(model(name)), 160)

@@ -216,7 +216,7 @@ def test_a_rank_that_has_not_joined_executes_nothing(tiny_model: Callable[[str],
         one.execute([SeqStep(1, [1], 0, [0], None)])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", [name for name in tiny.CONFIGS if name != "smollm2"])
 def test_every_family_says_in_a_group_what_it_says_alone(

@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.cluster import PATIENT, Cluster, Tables
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(900)]
 TOKENS: Final = 64
 NEAR: Final = 0.25  # two steps of bfloat16 between 16 and 32: what a difference may come from
 CHANCE: Final = 0.1  # of a share: how much less than with itself transformers may agree with us

@@ -74,7 +74,7 @@ async def share_alike(cluster: Cluster) -> bool:
 
 
 @pytest.mark.parametrize(
-    "cp", [1, pytest.param(0, marks=pytest.mark.slow)], ids=["follower", "head"]
+    "cp", [1, pytest.param(0, marks=pytest.mark.matrix)], ids=["follower", "head"]
 )
 async def test_a_rank_that_dies_costs_its_group_once(cluster: Cluster, cp: int) -> None:
     """CASES 33: typed errors, and the group comes back by itself."""
@@ -114,7 +114,7 @@ async def serves(cluster: Cluster) -> bool:
     return True
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [(sizes(2, 2), sizes(2)), (sizes(2, 2), sizes(1)), (sizes(1, 3), sizes(2))],
@@ -130,7 +130,7 @@ async def test_groups_of_both_kinds_answer_as_one_rank_does(
         await answers_alike(cluster)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 async def test_ranks_of_two_nodes_share_prompts_too(tmp_path: Path) -> None:
     """Prefill's four ranks are on two nodes, one of each cp rank."""
     layout = {"prefill": Spread("prefill", nodes=2, tp=2, cp=2), "decode": Spread("decode")}
@@ -139,7 +139,7 @@ async def test_ranks_of_two_nodes_share_prompts_too(tmp_path: Path) -> None:
         await answers_alike(cluster)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2)])

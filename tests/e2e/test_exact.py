@@ -123,7 +123,7 @@ async def test_a_llama_answers_exactly_colocated_and_apart(tmp_path: Path) -> No
         await try_each_path(oracle, tiny.VOCAB, 1, cluster)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_family_answers_exactly_on_every_path(tmp_path: Path, family: str) -> None:
     """Each path with the one or the other chunk size, turn about from family to family."""
@@ -142,7 +142,7 @@ async def test_a_family_answers_exactly_on_every_path(tmp_path: Path, family: st
         await try_each_path(oracle, tiny.VOCAB, 2 + number, *clusters)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 async def test_a_foreign_model_answers_exactly_colocated_and_apart(
     tmp_path: Path, name: str
@@ -158,7 +158,7 @@ async def test_a_foreign_model_answers_exactly_colocated_and_apart(
         await try_each_path(oracle, tiny.VOCAB, 40, cluster)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 async def test_the_demo_model_answers_exactly_on_every_path(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM

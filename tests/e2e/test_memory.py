@@ -77,7 +77,7 @@ async def does_not_grow(cluster: Cluster, warm: int, count: int) -> None:
     assert max(grown.values()) * MB < GROWTH, grown
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.xfail(reason="380 MB: torch alone is 223, of loading 43 stay in the allocator")
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
 async def test_a_worker_holds_weights_once_its_kv_and_little_else(
@@ -120,7 +120,7 @@ async def test_ten_thousand_requests_leave_memory_as_it_was(tmp_path: Path) -> N
         await does_not_grow(cluster, 1000, 10_000)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 async def test_hundreds_of_requests_to_a_real_model_leave_memory_as_it_was(
     tmp_path: Path,
 ) -> None:

@@ -44,7 +44,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 async def test_nodes_answer_together_as_one_rank_does(tmp_path: Path, layout: str) -> None:
     cluster = multinode.make(tmp_path, LAYOUTS[layout], SETTINGS)
@@ -55,7 +55,7 @@ async def test_nodes_answer_together_as_one_rank_does(tmp_path: Path, layout: st
         await cluster.until_baseline()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 async def test_the_configs_for_several_hosts_work_as_they_say_they_do(tmp_path: Path) -> None:
     """With the addresses of this machine in place of the hosts', as operations.md rehearses it."""
     cluster = Cluster(tmp_path, startup_s=90.0)
@@ -89,7 +89,7 @@ async def test_the_configs_for_several_hosts_work_as_they_say_they_do(tmp_path: 
         assert {answer.headers["x-pd-path"] for answer in answers} == {"disagg"}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 async def test_a_real_model_over_two_nodes_answers_like_generate(tmp_path: Path) -> None:
     """Its halves add up over gloo on tcp, on the prefill, the decode and the colocated side."""

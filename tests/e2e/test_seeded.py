@@ -104,7 +104,7 @@ async def test_seeds_say_the_same_alone_in_a_batch_apart_and_after_retractions(
         await equal_on_every_path(cluster, asked, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 async def test_seeds_of_a_real_model_say_the_same_on_every_path(tmp_path: Path) -> None:
     from tests.device import tiny
     from tests.e2e.test_models import settings, write_tokenizer
