@@ -59,7 +59,9 @@ async def test_a_canary_is_a_small_real_request_over_both_legs() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [die, status(500, "boom"), stream(b"data: 1\n\n", ending="die")], ids=str
+    "fault",
+    [die, status(500, "boom"), stream(b"data: 1\n\n", ending="die")],
+    ids=["dies", "500", "breaks off"],
 )
 async def test_a_failed_canary_is_tried_again_until_it_passes(fault: object) -> None:
     async with rig(wait=False) as r:

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.cluster import Cluster
 from tests.e2e.test_models import settings, write_tokenizer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(300)]
 TOKENS = 12
 LENGTHS = [1, 8, 25, 32, 86]
 

@@ -40,8 +40,9 @@ def write_tokenizer(directory: Path, vocab: int) -> None:
 
 def families() -> list[Any]:
     """2P2D for each, and 1P1D for one; the default run has one of them."""
-    slow = [pytest.mark.slow]
-    cases = [pytest.param(f, 2, marks=[] if f == DEFAULT else slow) for f in FAMILIES]
+    slow, matrix = [pytest.mark.slow], [pytest.mark.matrix]
+    marks = {DEFAULT: [], "llama": slow, "qwen3": slow}
+    cases = [pytest.param(f, 2, marks=marks.get(f, matrix)) for f in FAMILIES]
     return [*cases, pytest.param(DEFAULT, 1, marks=slow)]
 
 
@@ -89,13 +90,13 @@ LAYOUTS = {  # (prefill, decode) as tp, dp
 
 def layouts() -> list[Any]:
     """Each for one family, and one of them for all; the default run has one."""
-    slow = [pytest.mark.slow]
+    slow, matrix = [pytest.mark.slow], [pytest.mark.matrix]
     first, *rest = LAYOUTS
     return [
         pytest.param("llama", first),
         *(pytest.param(family, first, marks=slow) for family in (DEFAULT, "qwen2", "qwen3")),
         *(pytest.param("llama", layout, marks=slow) for layout in rest),
-        *(pytest.param("deepseek_v2", layout, marks=slow) for layout in LAYOUTS),  # one latent
+        *(pytest.param("deepseek_v2", layout, marks=matrix) for layout in LAYOUTS),  # one latent
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.e2e.colocated import Colocated
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 BLOCK = 16
+STATS_S = 0.7  # workers tell their figures twice a second
 SETTINGS: Tables = {"scheduler": {"max_prefill_tokens": 64, "block_size": BLOCK}}
 BLOCK_BYTES = 8 * 2 * 2 * 2 * BLOCK  # of the null device
 
@@ -39,10 +41,22 @@ async def alone(cluster: Cluster, prompt: list[int], count: int) -> list[int]:
 
 
 async def done(cluster: Cluster) -> dict[str, float]:
-    """What was computed and moved so far; the workers tell it a little later than the answers."""
+    """What was computed and moved so far; the workers tell it up to half a second later."""
     await cluster.until_baseline()
     names = ("prompt_tokens_computed", "sent_bytes", "prefix_tokens_asked", "prefix_tokens_hit")
-    return {name: await cluster.counted(name) for name in names}
+    found: dict[str, float] = {}
+    since = time.monotonic()
+
+    async def stand_still() -> bool:
+        nonlocal since
+        now = {name: await cluster.counted(name) for name in names}
+        if now != found:
+            found.update(now)
+            since = time.monotonic()
+        return time.monotonic() - since > STATS_S
+
+    await cluster.until(stand_still, "counters stand still", 10.0)
+    return found
 
 
 async def test_the_next_turn_of_a_chat_computes_and_moves_only_what_is_new(

@@ -8,7 +8,7 @@ from pdrt.sched.reserve import Reserve
 from tests.sched.simulated import simulate, workload
 
 FIXED = (0, 16, 64, 256, 1024)
-SLOW = (pytest.mark.slow, pytest.mark.timeout(300))
+SLOW = (pytest.mark.matrix, pytest.mark.timeout(300))
 
 
 def learned(answers: list[int], start: int = 64) -> Reserve:
