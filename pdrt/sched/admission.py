@@ -72,10 +72,15 @@ def hit(request: Request, pool: BlockPool, limits: Limits) -> tuple[int, ...]:
 
     A prompt whose tokens are scored is computed from its first one.
     """
-    if not limits.prefix_cache or request.scoring >= 0:
-        return ()
-    most = (len(request.tokens) - 1) // limits.block_size
+    most = _most_hit(request, limits)
     return pool.cache.find(request.chain.keys(request.tokens, most, limits.block_size))
+
+
+def _most_hit(request: Request, limits: Limits) -> int:
+    """How many blocks it may share at most."""
+    if not limits.prefix_cache or request.scoring >= 0:
+        return 0
+    return (len(request.tokens) - 1) // limits.block_size
 
 
 def admit(line: Iterable[Request], space: Space, limits: Limits, pool: BlockPool) -> Admission:
@@ -140,8 +145,7 @@ def _may_share(request: Request, count: int, limits: Limits, pool: BlockPool) ->
     """Whether so many of its blocks can be found at all: cheap, for those that wait for long."""
     if count <= 0:
         return True
-    most = (len(request.tokens) - 1) // limits.block_size
-    if not limits.prefix_cache or request.scoring >= 0 or count > most:
+    if count > _most_hit(request, limits):
         return False
     keys = request.chain.keys(request.tokens, count, limits.block_size)
     return pool.cache.has(keys[-1])

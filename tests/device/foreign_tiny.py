@@ -19,19 +19,10 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from tests.device.tiny import SHAPE
+
 WINDOW: Final = 24
-_SHAPE: Final[dict[str, Any]] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 7,
-    "pad_token_id": 0,
-}
+_SHAPE: Final[dict[str, Any]] = SHAPE | {"bos_token_id": 1, "pad_token_id": 0}
 _MIXED: Final[dict[str, Any]] = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

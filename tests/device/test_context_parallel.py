@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from pdrt.device.batch import Drawn, Runner, Scoring, SeqStep
 from pdrt.device.slices import slices
 from pdrt.messages import Sampling
-from tests.device import ranks, tiny
+from tests.device import tiny
 from tests.device.loop import GREEDY, Loop
 from tests.device.ranks import BLOCK, BLOCKS, Ranks, Recorder, Replayed, as_rank, opened
 from tests.device.test_tensor_parallel import heads, logprobs, tokens, whose
 
 TOKENS = 3
 WARM = Sampling(temperature=0.8, seed=5, top_k=40)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks.started(tmp_path_factory.mktemp("groups")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    @functools.cache
-    def make(name: str) -> str:
-        if name == "null":
-            return name
-        directory = tmp_path_factory.mktemp(name)
-        tiny.make(name, directory)
-        return str(directory)
-
-    return make
 
 
 class Alone:
@@ -91,23 +65,23 @@ def agrees(said: list[Replayed], alone: Alone, cp: int) -> None:
     ],
 )
 def test_ranks_that_share_prompts_say_and_keep_what_one_does(
-    group: Ranks, model: Callable[[str], str], name: str, size: int, chunk: int
+    group: Ranks, model_path: Callable[[str], str], name: str, size: int, chunk: int
 ) -> None:
     """All of the KV is on each rank: any of them can write any block to a peer."""
-    alone = Alone(opened(model(name)), chunk)
+    alone = Alone(opened(model_path(name)), chunk)
     assert any(slices(batch, 2) for batch in alone.batches)
-    agrees(group(size, as_rank, model(name), alone.batches, cp=2), alone, 2)
+    agrees(group(size, as_rank, model_path(name), alone.batches, cp=2), alone, 2)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("chunk", [64, 71, 160])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v2", "deepseek_v3", "null"])
 def test_latents_and_heads_over_two_ranks_of_two(
-    group: Ranks, model: Callable[[str], str], name: str, chunk: int
+    group: Ranks, model_path: Callable[[str], str], name: str, chunk: int
 ) -> None:
     """The latent of a token is on each of four ranks; else each tp rank has its own heads."""
-    alone = Alone(opened(model(name)), chunk)
-    said = group(4, as_rank, model(name), alone.batches, cp=2)
+    alone = Alone(opened(model_path(name)), chunk)
+    said = group(4, as_rank, model_path(name), alone.batches, cp=2)
     if alone.layout.kind == "latent":
         assert tokens(said[0].drawn) == tokens(alone.drawn)
         for one in said:
@@ -133,17 +107,19 @@ def test_models_that_transformers_computes_are_shared_as_well(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["llama", "deepseek_v2", "null"])
-def test_four_ranks_share_a_prompt(group: Ranks, model: Callable[[str], str], name: str) -> None:
-    alone = Alone(opened(model(name)), 160)
-    agrees(group(4, as_rank, model(name), alone.batches, cp=4), alone, 4)
+def test_four_ranks_share_a_prompt(
+    group: Ranks, model_path: Callable[[str], str], name: str
+) -> None:
+    alone = Alone(opened(model_path(name)), 160)
+    agrees(group(4, as_rank, model_path(name), alone.batches, cp=4), alone, 4)
 
 
 @pytest.mark.parametrize("name", ["llama", "null"])
 def test_ranks_that_share_a_prompt_score_it_as_one_does(
-    group: Ranks, model: Callable[[str], str], name: str
+    group: Ranks, model_path: Callable[[str], str], name: str
 ) -> None:
     """CASES 90: each row's odds come from the rank that has the row, in the prompt's order."""
-    runner = opened(model(name))
+    runner = opened(model_path(name))
     vocab = 256 if name == "null" else tiny.VOCAB
     prompt = [t % vocab for t in tiny.prompt(150)]
     loop = Loop(runner, blocks=BLOCKS)
@@ -155,7 +131,7 @@ def test_ranks_that_share_a_prompt_score_it_as_one_does(
         scored = replace(first.step(80), scoring=Scoring(prompt[begin + 1 : end + 1], 3))
         batches.append([beside.step(40), scored] if begin == 0 else [scored])
     alone = [runner.execute(batch) for batch in batches]
-    said = group(2, as_rank, model(name), batches, cp=2)
+    said = group(2, as_rank, model_path(name), batches, cp=2)
     ours, theirs = odds_of(said[0].drawn), odds_of(alone)
     assert len(ours) == len(theirs) == 149
     for (logprob, top), (wanted, likeliest) in zip(ours, theirs, strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from pdrt.device import torchrunner
 from pdrt.device.shard import Shard
@@ -16,11 +15,6 @@ from tests.device import tiny
 from tests.sched.devices import RunnerDevice
 from tests.sched.fakes import Rig
 from tests.sched.test_copies import LIMITS, SAMPLINGS, B, interrupted
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("mirrored", [False, True], ids=["cpu", "mirrored"])

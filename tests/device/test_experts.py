@@ -28,11 +28,6 @@ HIDDEN, WIDE = 12, 5
 HOW = Experts(count=6, per_token=2, intermediate=WIDE, layers=frozenset({0}))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def mlp() -> Mlp:
     return Mlp(Linear(torch.randn(2 * WIDE, HIDDEN)), Linear(torch.randn(HIDDEN, WIDE)))
 

@@ -40,11 +40,6 @@ LENGTHS = [1, WINDOW + 1, int(2.7 * CHUNK)]
 Tiny: TypeAlias = tuple[Path, Any]  # its directory, and transformers' own
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
     @functools.cache

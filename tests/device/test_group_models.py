@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from pdrt.device import torchrunner
 from pdrt.device.chance import of_sequence
@@ -23,11 +22,6 @@ from tests.sched.pair import Pair
 B = 8
 LIMITS = Limits(block_size=B, max_batch_size=8, max_prefill_tokens=16, reserved_tokens=4)
 N, TOKENS, SEED = 3, 12, 5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def device(directory: Path, blocks: int, *, mirrored: bool) -> RunnerDevice:

@@ -5,61 +5,23 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, TypeAlias
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from pdrt.device import torchrunner
-from pdrt.device.shard import Shard
 from pdrt.device.torchrunner import TorchRunner
 from pdrt.errors import ConfigError
 from pdrt.modelspec import ModelSpec
-from tests.device import ranks, tiny
+from tests.device import tiny
 from tests.device.loop import Loop
 from tests.device.ranks import BLOCKS, Ranks, Recorder, as_rank, opened
+from tests.device.tiny import Tiny
 
 BLOCK, CHUNK, TOKENS = 16, 32, 12
 NAMES = ["deepseek_v2_grouped", "deepseek_v3_plain"]  # with and without compressed queries
-
-Tiny: TypeAlias = tuple[Path, Any]  # its directory, and transformers' own
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
-    @functools.cache
-    def make(name: str) -> Tiny:
-        directory = tmp_path_factory.mktemp(name)
-        return directory, tiny.make(name, directory)
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks.started(tmp_path_factory.mktemp("groups")) as found:
-        yield found
-
-
-def runner(directory: Path, dtype: str = "float32", block_size: int = BLOCK) -> TorchRunner:
-    return torchrunner.load(
-        directory,
-        Shard(ModelSpec.read(directory)),
-        device="cpu",
-        dtype=dtype,
-        block_size=block_size,
-        progress=lambda _stage, _done, _total: None,
-    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,7 +30,7 @@ def test_lengths_in_flight_together_say_what_each_says_alone(
 ) -> None:
     """Prompts of several chunks share batches with decode steps, expanded with absorbed rows."""
     directory, oracle = tiny_model(name)
-    loop = Loop(runner(directory), blocks=256)
+    loop = Loop(tiny.runner(directory), blocks=256)
     lengths = [1, 15, 16, 17, 33, 86, 150]
     sequences = [loop.sequence(tiny.prompt(n, seed=3), TOKENS) for n in lengths]
     loop.run(sequences, TOKENS, chunk=CHUNK)
@@ -83,7 +45,7 @@ def test_a_prompt_in_chunks_says_what_it_says_in_one(
 ) -> None:
     """CASES 59: sizes that divide the prompt of 64, and some that do not."""
     directory, oracle = tiny_model(name)
-    loop, prompt = Loop(runner(directory)), tiny.prompt(64)
+    loop, prompt = Loop(tiny.runner(directory)), tiny.prompt(64)
     want = tiny.answer(oracle, prompt, TOKENS)
     for chunk in (1, 5, BLOCK, BLOCK + 1, 63, 64):
         assert loop.answer(prompt, TOKENS, chunk) == want, f"chunks of {chunk}"
@@ -94,7 +56,7 @@ def test_block_size_does_not_change_an_answer(
     tiny_model: Callable[[str], Tiny], block_size: int
 ) -> None:
     directory, oracle = tiny_model("deepseek_v2_grouped")
-    loop, prompt = Loop(runner(directory, block_size=block_size)), tiny.prompt(61)
+    loop, prompt = Loop(tiny.runner(directory, block_size=block_size)), tiny.prompt(61)
     assert loop.answer(prompt, TOKENS, CHUNK) == tiny.answer(oracle, prompt, TOKENS)
 
 
@@ -105,7 +67,7 @@ def test_decode_goes_on_in_another_pool_from_the_bytes_of_the_prompts_blocks(
 ) -> None:
     """What a disaggregated request does; mirrored, as on an accelerator."""
     directory, oracle = tiny_model("deepseek_v3_plain")
-    sides = [runner(directory) for _ in range(2)]
+    sides = [tiny.runner(directory) for _ in range(2)]
     prefill, decode = (
         Loop(TorchRunner(one.model, one.layout, mirrored=mirrored), seed=seed)
         for seed, one in enumerate(sides)
@@ -122,7 +84,7 @@ def test_decode_goes_on_in_another_pool_from_the_bytes_of_the_prompts_blocks(
 def test_nan_in_freed_blocks_reaches_no_later_answer(tiny_model: Callable[[str], Tiny]) -> None:
     """Of short sequences padded to a long one's length, and of blocks filled in part."""
     directory, oracle = tiny_model("deepseek_v2_grouped")
-    loop = Loop(runner(directory), blocks=40)
+    loop = Loop(tiny.runner(directory), blocks=40)
     for seed in range(2):
         lengths = (3, 40, 70, 17)
         sequences = [loop.sequence(tiny.prompt(n, seed), TOKENS) for n in lengths]
@@ -137,7 +99,7 @@ def test_nan_in_freed_blocks_reaches_no_later_answer(tiny_model: Callable[[str],
 def test_the_logprob_is_that_of_the_models_distribution(tiny_model: Callable[[str], Tiny]) -> None:
     """CASES 89."""
     directory, oracle = tiny_model("deepseek_v2_grouped")
-    loop = Loop(runner(directory))
+    loop = Loop(tiny.runner(directory))
     sequence = loop.sequence(tiny.prompt(40), 8)
     loop.run([sequence], 8, CHUNK)
     with torch.no_grad():
@@ -151,17 +113,9 @@ def test_bfloat16_agrees_wherever_the_best_token_leads_clearly(
 ) -> None:
     """Near ties may fall otherwise: only gaps above 0.5 between the two best logits count."""
     directory, oracle = tiny_model("deepseek_v2")
-    loop = Loop(runner(directory, "bfloat16"))
+    loop = Loop(tiny.runner(directory, "bfloat16"))
     assert loop.runner.layout.dtype == "bfloat16"
-    compared = 0
-    for length in range(1, 60):
-        prompt = tiny.prompt(length)
-        with torch.no_grad():
-            best = oracle(torch.tensor([prompt])).logits[0, -1].topk(2)
-        if best.values[0] - best.values[1] > 0.5:
-            assert loop.answer(prompt, 1, CHUNK) == [int(best.indices[0])]
-            compared += 1
-    assert compared >= 10
+    assert tiny.count_agreeing(loop, oracle, gap=0.5, chunk=CHUNK) >= 10
 
 
 @pytest.mark.parametrize(

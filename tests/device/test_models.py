@@ -3,59 +3,24 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, TypeAlias
 
 import pytest
 import torch
 
-from pdrt.device import torchrunner
 from pdrt.device.batch import SeqStep
 from pdrt.device.collective import Solo
 from pdrt.device.kv import KvPool
-from pdrt.device.shard import Shard
 from pdrt.device.torchrunner import TorchRunner
-from pdrt.modelspec import ModelSpec
 from tests.device import tiny
 from tests.device.loop import Loop
+from tests.device.tiny import Tiny
 
 BLOCK = 16
 CHUNK = 32
 LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * CHUNK, int(2.7 * CHUNK)]
 TOKENS = 20
-SHARDED = "qwen3"
-
-Tiny: TypeAlias = tuple[Path, Any]  # its directory, and transformers' own
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
-    @functools.cache
-    def make(name: str) -> Tiny:
-        directory = tmp_path_factory.mktemp(name)
-        saving = {"max_shard_size": "100KB"} if name == SHARDED else {}
-        return directory, tiny.make(name, directory, **saving)
-
-    return make
-
-
-def runner(directory: Path, dtype: str = "float32", block_size: int = BLOCK) -> TorchRunner:
-    return torchrunner.load(
-        directory,
-        Shard(ModelSpec.read(directory)),
-        device="cpu",
-        dtype=dtype,
-        block_size=block_size,
-        progress=lambda _stage, _done, _total: None,
-    )
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
@@ -63,7 +28,7 @@ def test_each_family_says_what_transformers_says(
     tiny_model: Callable[[str], Tiny], name: str
 ) -> None:
     directory, oracle = tiny_model(name)
-    loop = Loop(runner(directory))
+    loop = Loop(tiny.runner(directory))
     prompt = tiny.prompt(LENGTHS[-1])
     assert loop.answer(prompt, TOKENS, chunk=CHUNK) == tiny.answer(oracle, prompt, TOKENS)
     for length in LENGTHS[:-1]:
@@ -75,7 +40,7 @@ def test_each_family_says_what_transformers_says(
 
 def test_a_prompt_in_chunks_says_what_it_says_in_one(tiny_model: Callable[[str], Tiny]) -> None:
     """CASES 59."""
-    loop = Loop(runner(tiny_model("llama")[0]))
+    loop = Loop(tiny.runner(tiny_model("llama")[0]))
     prompt = tiny.prompt(87)
     whole = loop.answer(prompt, TOKENS)
     for chunk in (1, 5, BLOCK, BLOCK + 1, 86):
@@ -88,7 +53,7 @@ def test_sixteen_lengths_in_flight_together_say_what_each_says_alone(
 ) -> None:
     """Chunks and decode steps share batches, since the long prompts take several steps."""
     directory, oracle = tiny_model(name)
-    loop = Loop(runner(directory), blocks=256)
+    loop = Loop(tiny.runner(directory), blocks=256)
     lengths = [1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 40, 64, 86, 100, 150, 290]
     sequences = [loop.sequence(tiny.prompt(n, seed=3), TOKENS) for n in lengths]
     loop.run(sequences, TOKENS, chunk=CHUNK)
@@ -98,7 +63,7 @@ def test_sixteen_lengths_in_flight_together_say_what_each_says_alone(
 
 
 def test_requests_that_join_late_change_nobodys_answer(tiny_model: Callable[[str], Tiny]) -> None:
-    loop = Loop(runner(tiny_model("mistral")[0]))
+    loop = Loop(tiny.runner(tiny_model("mistral")[0]))
     prompts = [tiny.prompt(n, seed=5) for n in (20, 50, 3, 34)]
     alone = [loop.answer(p, TOKENS, CHUNK) for p in prompts]
     sequences = [loop.sequence(p, TOKENS) for p in prompts]
@@ -114,7 +79,7 @@ def test_decode_goes_on_in_another_pool_from_the_bytes_of_the_prompts_blocks(
 ) -> None:
     """What a disaggregated request does: prefill here, copy whole blocks, decode there."""
     directory, oracle = tiny_model("llama3_rope")
-    prefill, decode = Loop(runner(directory), seed=2), Loop(runner(directory), seed=3)
+    prefill, decode = Loop(tiny.runner(directory), seed=2), Loop(tiny.runner(directory), seed=3)
     here = prefill.sequence(tiny.prompt(length), TOKENS)
     prefill.run([here], 1, CHUNK)
     there = decode.sequence(here.prompt, TOKENS)
@@ -129,7 +94,7 @@ def test_other_bytes_in_the_prompts_blocks_change_the_answer(
 ) -> None:
     """The test above would see a transfer that did nothing."""
     directory, oracle = tiny_model("llama3_rope")
-    prefill, decode = Loop(runner(directory), seed=2), Loop(runner(directory), seed=3)
+    prefill, decode = Loop(tiny.runner(directory), seed=2), Loop(tiny.runner(directory), seed=3)
     here, other = (prefill.sequence(tiny.prompt(40, seed), TOKENS) for seed in (0, 1))
     prefill.run([here, other], 1)
     there = decode.sequence(here.prompt, TOKENS)
@@ -141,7 +106,7 @@ def test_other_bytes_in_the_prompts_blocks_change_the_answer(
 
 def test_positions_past_a_sequences_end_are_never_seen(tiny_model: Callable[[str], Tiny]) -> None:
     """Loop's pools start as NaN: a block begun in part is cleared, padding stays at home."""
-    loop = Loop(runner(tiny_model("llama")[0]))
+    loop = Loop(tiny.runner(tiny_model("llama")[0]))
     short, long = loop.sequence(tiny.prompt(3), TOKENS), loop.sequence(tiny.prompt(70), TOKENS)
     loop.run([short, long], TOKENS, CHUNK)
     assert all(map(math.isfinite, short.logprobs + long.logprobs))
@@ -150,7 +115,7 @@ def test_positions_past_a_sequences_end_are_never_seen(tiny_model: Callable[[str
 def test_the_logprob_is_that_of_the_models_distribution(tiny_model: Callable[[str], Tiny]) -> None:
     """CASES 89: one for each token, the first included, within 1e-3."""
     directory, oracle = tiny_model("qwen2")
-    loop = Loop(runner(directory))
+    loop = Loop(tiny.runner(directory))
     sequence = loop.sequence(tiny.prompt(40), 8)
     loop.run([sequence], 8, CHUNK)
     with torch.no_grad():
@@ -165,17 +130,9 @@ def test_bfloat16_agrees_wherever_the_best_token_leads_clearly(
 ) -> None:
     """Near ties may fall otherwise: only gaps above 1 between the two best logits count."""
     directory, oracle = tiny_model("smollm2")
-    loop = Loop(runner(directory, "bfloat16"))
+    loop = Loop(tiny.runner(directory, "bfloat16"))
     assert loop.runner.layout.dtype == "bfloat16"
-    compared = 0
-    for length in range(1, 60):
-        prompt = tiny.prompt(length)
-        with torch.no_grad():
-            best = oracle(torch.tensor([prompt])).logits[0, -1].topk(2)
-        if best.values[0] - best.values[1] > 1.0:
-            assert loop.answer(prompt, 1, CHUNK) == [int(best.indices[0])]
-            compared += 1
-    assert compared >= 20
+    assert tiny.count_agreeing(loop, oracle, gap=1.0, chunk=CHUNK) >= 20
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_sparse"])
@@ -192,7 +149,9 @@ def test_bfloat16_experts_are_as_close_to_float32_as_transformers_bfloat16_is(
         return float(((logits - exact).norm(dim=-1) / exact.norm(dim=-1)).quantile(0.9))
 
     theirs = tiny.judged(copy.deepcopy(oracle).to(torch.bfloat16), prompt)
-    assert off(judged(runner(directory, "bfloat16"), prompt)) < max(1.2 * off(theirs), 0.01) < 0.1
+    assert (
+        off(judged(tiny.runner(directory, "bfloat16"), prompt)) < max(1.2 * off(theirs), 0.01) < 0.1
+    )
 
 
 def judged(runner: TorchRunner, prompt: Sequence[int]) -> torch.Tensor:
@@ -208,7 +167,7 @@ def judged(runner: TorchRunner, prompt: Sequence[int]) -> torch.Tensor:
 
 
 def test_bfloat16_decodes_in_batches(tiny_model: Callable[[str], Tiny]) -> None:
-    loop = Loop(runner(tiny_model("qwen2")[0], "bfloat16"))
+    loop = Loop(tiny.runner(tiny_model("qwen2")[0], "bfloat16"))
     sequences = [loop.sequence(tiny.prompt(n), TOKENS) for n in (1, 5, 30, 64)]
     loop.run(sequences, TOKENS, CHUNK)
     assert all(len(s.output) == TOKENS for s in sequences)
@@ -220,7 +179,7 @@ def test_block_size_does_not_change_an_answer(
     tiny_model: Callable[[str], Tiny], block_size: int
 ) -> None:
     directory, oracle = tiny_model("llama")
-    loop = Loop(runner(directory, block_size=block_size))
+    loop = Loop(tiny.runner(directory, block_size=block_size))
     prompt = tiny.prompt(61)
     assert loop.answer(prompt, TOKENS, CHUNK) == tiny.answer(oracle, prompt, TOKENS)
 
@@ -230,7 +189,7 @@ def test_a_mirrored_pool_says_the_same_and_hands_back_its_blocks(
 ) -> None:
     """As on an accelerator: decode's device learns what a peer wrote to host memory."""
     directory, oracle = tiny_model("qwen3")
-    sides = [runner(directory) for _ in range(2)]
+    sides = [tiny.runner(directory) for _ in range(2)]
     prefill, decode = (
         Loop(TorchRunner(r.model, r.layout, mirrored=True), seed=seed)
         for seed, r in enumerate(sides)
@@ -245,10 +204,10 @@ def test_a_mirrored_pool_says_the_same_and_hands_back_its_blocks(
 
 
 def test_an_empty_batch_draws_nothing(tiny_model: Callable[[str], Tiny]) -> None:
-    assert Loop(runner(tiny_model("llama")[0])).runner.execute([]) == []
+    assert Loop(tiny.runner(tiny_model("llama")[0])).runner.execute([]) == []
 
 
 def test_a_pool_of_another_size_is_refused(tiny_model: Callable[[str], Tiny]) -> None:
-    one = runner(tiny_model("llama")[0])
+    one = tiny.runner(tiny_model("llama")[0])
     with pytest.raises(ValueError, match="3 blocks"):
         one.bind(memoryview(bytearray(2 * one.layout.block_bytes)), 3)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,34 +15,12 @@ from safetensors.torch import save_file
 
 from pdrt.device.batch import Drawn, Runner, Scoring, SeqStep
 from pdrt.messages import KvLayout, Sampling
-from tests.device import ranks, tiny
+from tests.device import tiny
 from tests.device.loop import GREEDY, Loop
 from tests.device.ranks import BLOCK, BLOCKS, Ranks, Recorder, as_rank, loading, opened
 
 CHUNK, TOKENS = 32, 6
 WARM = Sampling(temperature=0.8, seed=5, top_k=40)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks.started(tmp_path_factory.mktemp("groups")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    @functools.cache
-    def make(name: str) -> str:
-        directory = tmp_path_factory.mktemp(name)
-        tiny.make(name, directory)
-        return str(directory)
-
-    return make
 
 
 class Alone:
@@ -104,10 +81,10 @@ def whose(size: int, total: int) -> list[range]:
     ],
 )
 def test_a_group_says_and_keeps_what_one_rank_does(
-    group: Ranks, tiny_model: Callable[[str], str], name: str, size: int
+    group: Ranks, model_path: Callable[[str], str], name: str, size: int
 ) -> None:
-    alone = Alone(opened(tiny_model(name)))
-    said = group(size, as_rank, tiny_model(name), alone.batches)
+    alone = Alone(opened(model_path(name)))
+    said = group(size, as_rank, model_path(name), alone.batches)
     assert tokens(said[0].drawn) == tokens(alone.drawn)
     assert logprobs(said[0].drawn) == pytest.approx(logprobs(alone.drawn), abs=1e-4)
     whole = heads(alone.pool, alone.layout)
@@ -121,10 +98,10 @@ def test_a_group_says_and_keeps_what_one_rank_does(
 
 @pytest.mark.parametrize(("name", "size"), [("llama", 2), ("llama_uneven_vocab", 4)])
 def test_a_group_scores_a_prompt_as_one_rank_does(
-    group: Ranks, tiny_model: Callable[[str], str], name: str, size: int
+    group: Ranks, model_path: Callable[[str], str], name: str, size: int
 ) -> None:
     """CASES 90: followers have a share in the logits, and are told how many rows are scored."""
-    runner, prompt = opened(tiny_model(name)), tiny.prompt(21)
+    runner, prompt = opened(model_path(name)), tiny.prompt(21)
     loop = Loop(runner, blocks=BLOCKS)
     first, beside = loop.sequence(prompt, 1), loop.sequence(prompt[:9], 1)
     batches = [[beside.step(9)]]
@@ -135,7 +112,7 @@ def test_a_group_scores_a_prompt_as_one_rank_does(
         batches.append([replace(first.step(8), scoring=scoring)])
         first.computed = end
     alone = [runner.execute(batch) for batch in batches]
-    said = group(size, as_rank, tiny_model(name), batches)
+    said = group(size, as_rank, model_path(name), batches)
     odds = [
         [o for step in drawn for d in step for o in d.scored] for drawn in (said[0].drawn, alone)
     ]
@@ -148,11 +125,11 @@ def test_a_group_scores_a_prompt_as_one_rank_does(
 
 
 def test_ranks_with_the_same_head_keep_the_same_bytes(
-    group: Ranks, tiny_model: Callable[[str], str]
+    group: Ranks, model_path: Callable[[str], str]
 ) -> None:
     """Any of them may send it to a peer."""
-    alone = Alone(opened(tiny_model("llama")))
-    pools = [one.pool for one in group(4, as_rank, tiny_model("llama"), alone.batches)]
+    alone = Alone(opened(model_path("llama")))
+    pools = [one.pool for one in group(4, as_rank, model_path("llama"), alone.batches)]
     assert pools[0] == pools[1] != pools[2] == pools[3]
 
 
@@ -168,11 +145,11 @@ def test_null_ranks_say_and_keep_exactly_what_one_does(group: Ranks, size: int) 
 
 
 def test_bfloat16_sums_agree_within_its_precision(
-    group: Ranks, tiny_model: Callable[[str], str]
+    group: Ranks, model_path: Callable[[str], str]
 ) -> None:
     """Tokens may fall otherwise, so the group is given those of one rank."""
-    alone = Alone(opened(tiny_model("qwen3"), dtype="bfloat16"))
-    said = group(2, as_rank, tiny_model("qwen3"), alone.batches, "bfloat16")
+    alone = Alone(opened(model_path("qwen3"), dtype="bfloat16"))
+    said = group(2, as_rank, model_path("qwen3"), alone.batches, "bfloat16")
     assert said[0].layout.dtype == "bfloat16"
     first = [d.logprob for d in said[0].drawn[0]]
     assert first == pytest.approx([d.logprob for d in alone.drawn[0]], abs=0.5)
@@ -209,8 +186,8 @@ def test_each_of_two_ranks_has_half_of_the_vocabulary_in_memory(
     assert shared == [pytest.approx(both / 2, rel=0.1)] * 2
 
 
-def test_a_rank_that_has_not_joined_executes_nothing(tiny_model: Callable[[str], str]) -> None:
-    one = opened(tiny_model("llama"), 1, 2)
+def test_a_rank_that_has_not_joined_executes_nothing(model_path: Callable[[str], str]) -> None:
+    one = opened(model_path("llama"), 1, 2)
     one.bind(memoryview(bytearray(one.layout.block_bytes)), 1)
     with pytest.raises(RuntimeError, match="join come before execute"):
         one.execute([SeqStep(1, [1], 0, [0], None)])
@@ -220,8 +197,8 @@ def test_a_rank_that_has_not_joined_executes_nothing(tiny_model: Callable[[str],
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", [name for name in tiny.CONFIGS if name != "smollm2"])
 def test_every_family_says_in_a_group_what_it_says_alone(
-    group: Ranks, tiny_model: Callable[[str], str], name: str, size: int
+    group: Ranks, model_path: Callable[[str], str], name: str, size: int
 ) -> None:
-    alone = Alone(opened(tiny_model(name)))
-    said = group(size, as_rank, tiny_model(name), alone.batches)
+    alone = Alone(opened(model_path(name)))
+    said = group(size, as_rank, model_path(name), alone.batches)
     assert tokens(said[0].drawn) == tokens(alone.drawn)

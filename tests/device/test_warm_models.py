@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from pdrt.device import torchrunner
 from pdrt.device.shard import Shard
@@ -21,11 +20,6 @@ from tests.sched.pair import Pair
 
 LIMITS = Limits(block_size=8, max_batch_size=8, max_prefill_tokens=32, reserved_tokens=8)
 TURNS, WORDS, TOKENS = 3, 21, 12
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def loaded(directory: Path) -> TorchRunner:

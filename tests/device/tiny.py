@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from transformers import (
@@ -20,8 +20,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from pdrt.device import torchrunner
+from pdrt.device.shard import Shard
+from pdrt.device.torchrunner import TorchRunner
+from pdrt.modelspec import ModelSpec
+from tests.device.loop import Loop
+
 VOCAB: Final = 320
-_SHAPE: Final[dict[str, Any]] = {
+Tiny: TypeAlias = tuple[Path, Any]  # a model's directory, and transformers' own
+SHAPE: Final[dict[str, Any]] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -41,7 +48,7 @@ def _yarn(**fields: float) -> dict[str, Any]:
     return _rope("yarn", factor=8.0, original_max_position_embeddings=64, **fields)
 
 
-_MLA: Final[dict[str, Any]] = _SHAPE | {
+_MLA: Final[dict[str, Any]] = SHAPE | {
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-2,  # which the norms between down and up do not have
     "kv_lora_rank": 32,
@@ -59,13 +66,13 @@ _LORA: Final = {"q_lora_rank": 48}
 _GROUPS: Final = {"n_group": 4, "topk_group": 2}
 
 CONFIGS: Final[dict[str, Any]] = {
-    "llama": LlamaConfig(**_SHAPE),
+    "llama": LlamaConfig(**SHAPE),
     "llama_mha_biased": LlamaConfig(
-        **_SHAPE | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
+        **SHAPE | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
     ),
-    "llama_uneven_vocab": LlamaConfig(**_SHAPE | {"vocab_size": VOCAB + 1}),
+    "llama_uneven_vocab": LlamaConfig(**SHAPE | {"vocab_size": VOCAB + 1}),
     "llama3_rope": LlamaConfig(
-        **_SHAPE,
+        **SHAPE,
         **_rope(
             "llama3",
             factor=8.0,
@@ -74,21 +81,21 @@ CONFIGS: Final[dict[str, Any]] = {
             original_max_position_embeddings=64,
         ),
     ),
-    "linear_rope": LlamaConfig(**_SHAPE, **_rope("linear", factor=4.0)),
-    "dynamic_rope": LlamaConfig(**_SHAPE, **_rope("dynamic", factor=4.0)),
+    "linear_rope": LlamaConfig(**SHAPE, **_rope("linear", factor=4.0)),
+    "dynamic_rope": LlamaConfig(**SHAPE, **_rope("dynamic", factor=4.0)),
     "yarn_rope": LlamaConfig(
-        **_SHAPE, **_rope("yarn", factor=8.0, original_max_position_embeddings=64)
+        **SHAPE, **_rope("yarn", factor=8.0, original_max_position_embeddings=64)
     ),
     "smollm2": LlamaConfig(
-        **_SHAPE | {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2},
+        **SHAPE | {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2},
         tie_word_embeddings=True,
     ),
-    "mistral": MistralConfig(**_SHAPE, head_dim=24, sliding_window=None),
-    "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**_SHAPE, head_dim=32),
-    "mixtral": MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "mistral": MistralConfig(**SHAPE, head_dim=24, sliding_window=None),
+    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=32),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": Qwen3MoeConfig(
-        **_SHAPE,
+        **SHAPE,
         head_dim=32,
         num_experts=8,
         num_experts_per_tok=3,
@@ -97,7 +104,7 @@ CONFIGS: Final[dict[str, Any]] = {
         norm_topk_prob=True,
     ),
     "qwen3_moe_sparse": Qwen3MoeConfig(
-        **_SHAPE,
+        **SHAPE,
         num_experts=6,
         num_experts_per_tok=2,
         moe_intermediate_size=48,
@@ -175,3 +182,28 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(1000 * seed + length)
     tokens: list[int] = torch.randint(0, VOCAB, (length,), generator=generator).tolist()
     return tokens
+
+
+def runner(directory: Path, dtype: str = "float32", block_size: int = 16) -> TorchRunner:
+    """Ours, of the model that was saved there."""
+    return torchrunner.load(
+        directory,
+        Shard(ModelSpec.read(directory)),
+        device="cpu",
+        dtype=dtype,
+        block_size=block_size,
+        progress=lambda _stage, _done, _total: None,
+    )
+
+
+def count_agreeing(loop: Loop, oracle: Any, *, gap: float, chunk: int) -> int:
+    """Prompts whose best next token leads by `gap`: it is said after each, or this fails."""
+    compared = 0
+    for length in range(1, 60):
+        asked = prompt(length)
+        with torch.no_grad():
+            best = oracle(torch.tensor([asked])).logits[0, -1].topk(2)
+        if best.values[0] - best.values[1] > gap:
+            assert loop.answer(asked, 1, chunk) == [int(best.indices[0])]
+            compared += 1
+    return compared
