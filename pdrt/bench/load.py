@@ -81,10 +81,10 @@ class Server:
 
 @asynccontextmanager
 async def client(timeout_s: float, api_key: str = "") -> AsyncIterator[ClientSession]:
-    """As many connections as there are requests in flight; they are used again."""
+    """Each request has a connection of its own: llama.cpp closes one without saying so."""
     timeout = ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    connector = TCPConnector(limit=0)
+    connector = TCPConnector(limit=0, force_close=True)
     async with ClientSession(timeout=timeout, headers=headers, connector=connector) as session:
         yield session
 

@@ -35,9 +35,15 @@ class Scripted:
     most_in_flight: int = 0
     gather: int = 0  # answers begin when so many requests are here
     stall: asyncio.Event | None = None  # answers are not over before it is set
+    serves_once: bool = False  # a connection, though nothing says so: used again it is cut
+    _served: set[asyncio.Transport | None] = field(default_factory=set)
     _full: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
+        if self.serves_once and request.transport in self._served:
+            assert request.transport is not None
+            request.transport.abort()
+        self._served.add(request.transport)
         self.bodies.append(await request.json())
         self.keys.append(request.headers.get("authorization", ""))
         self.in_flight += 1

@@ -266,6 +266,13 @@ async def test_failures_have_codes_and_reasons() -> None:
     assert nobody.ended >= nobody.began
 
 
+async def test_a_server_that_serves_each_connection_once_loses_no_request() -> None:
+    scripted = Scripted(serves_once=True)
+    async with serving(scripted) as url, client(5.0) as session:
+        ran = await steady(sender(session, Server("a", url, "m")), [b"{}"] * 4, 2, nothing)
+    assert [told_by(record).failure for record in ran.records] == [""] * 4
+
+
 async def test_a_server_that_says_nothing_is_left_in_time() -> None:
     scripted = Scripted(gather=2)
     async with serving(scripted) as url, client(0.05) as session:
