@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from aiohttp import ClientSession
 
-from pdrt import duties, messages, parts, telemetry
+from pdrt import duties, garbage, messages, parts
 from pdrt.data.events import TransferEvent
 from pdrt.data.process import this_process
 from pdrt.devicethread import DeviceThread, Load
@@ -94,7 +94,8 @@ class Life:
                     self.device.max_len,
                 )
             )
-        telemetry.settle()
+        garbage.settle_for_steps()
+        tasks.create_task(garbage.sweep(lambda: stats().rooms))
         tasks.create_task(duties.report(self.link.tell, stats, self.news))
 
     def _ready(self) -> messages.Ready:

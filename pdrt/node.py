@@ -20,7 +20,7 @@ import structlog
 import uvloop
 from prometheus_client import CollectorRegistry, Histogram
 
-from pdrt import telemetry
+from pdrt import garbage, telemetry
 from pdrt.config import DisaggConfig, NodeConfig, Place, Role, bracketed, is_loopback
 from pdrt.control.figures import WorkerFigures
 from pdrt.control.heartbeat import News, Time
@@ -91,7 +91,7 @@ class Node:
             async with AsyncExitStack() as stack:
                 self._listen_to_signals(stack)
                 await self._bind(stack)
-                telemetry.settle()
+                garbage.settle()
                 async with asyncio.TaskGroup() as tasks:
                     living = [tasks.create_task(each) for each in self._front.actors()]
                     await self._supervisor.run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 from collections.abc import Callable
@@ -35,13 +34,3 @@ def configure(level: str = "info", form: str = "auto", **always: str | int) -> N
     structlog.contextvars.bind_contextvars(**always)
     # Libraries log through the standard module; what is below a warning there is not ours to tell.
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(name)s: %(message)s")
-
-
-def settle() -> None:
-    """All that start-up made will stay: no collection needs to look at it again.
-
-    A full one otherwise walks some hundred thousand objects of libraries, and the event loop
-    stands still for tens of milliseconds meanwhile.
-    """
-    gc.collect()
-    gc.freeze()

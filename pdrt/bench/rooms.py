@@ -18,7 +18,7 @@ from typing import Final, Literal, NoReturn
 import uvloop
 from aiohttp import ClientSession
 
-from pdrt import parts, telemetry
+from pdrt import garbage, parts, telemetry
 from pdrt.config import DisaggConfig, NodeConfig, Place, TransferSection
 from pdrt.data.commands import ExpectHandshakes, SendBlocks
 from pdrt.data.events import SLOT_COMPLETE, SendEnded, SenderReady, SlotRecord, TransferEvent
@@ -124,7 +124,7 @@ async def _serve(spec: WorkerSpec) -> None:
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
     async with running(spec, prefill.hear) as end:
         prefill.manager = end.manager
-        telemetry.settle()
+        garbage.settle()
         me = this_process()
         sys.stdout.write(f"{end.endpoint} {me.pid} {me.started}\n")
         sys.stdout.flush()

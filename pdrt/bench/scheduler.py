@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pdrt import garbage
 from pdrt.bench.facts import machine_facts
 from pdrt.bench.shell import Report, write_points
 from pdrt.data.commands import AdmitReceiver, ExpectHandshakes, OpenReceiver, SendBlocks
@@ -174,6 +175,7 @@ def _quantiles(took: Sequence[float]) -> tuple[float, float]:
 def scheduler(steps: int, report: Report, console: Console) -> int:
     """Measure all and report; the exit status. Raises ConfigError."""
     report.check()
+    garbage.settle_for_steps()  # as a worker
     found = [
         point(role, waiting, running, steps)
         for role in ROLES

@@ -15,7 +15,7 @@ import structlog
 import uvloop
 from aiohttp import web
 
-from pdrt import telemetry
+from pdrt import garbage, telemetry
 from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
 from pdrt.control.fleet import Fleet
@@ -89,7 +89,7 @@ async def serve(config: RouterConfig, say: Callable[[str], None]) -> int:
         url = f"http://{bracketed(config.local_ip)}:{port}"
         log.info("listening", url=url)
         say(f"router listening on {url}")
-        telemetry.settle()
+        garbage.settle()
         return await _until_asked(router, config.timeouts.drain_s)
     finally:
         await runner.cleanup()
