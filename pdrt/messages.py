@@ -554,6 +554,15 @@ class Output:
     scored: Annotated[bytes, Field(max_length=1 << 23)] = b""  # `pack_odds` of the prompt
 
 
+_validated: Final = TypeAdapter(Output).validator.validate_python
+
+
+def token_out(room: int, attempt: int, token: int, logprob: float) -> Output:
+    """One more token and nothing else: as an Output's constructor, at 0.6 of its price."""
+    fields = {"room": room, "attempt": attempt, "tokens": (token,), "logprobs": (logprob,)}
+    return cast("Output", _validated(fields))
+
+
 @_wire
 class Outputs:
     """One message a step for the whole batch."""

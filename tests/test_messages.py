@@ -27,6 +27,7 @@ from pdrt.messages import (
     AbortTransfer,
     Failed,
     KvLayout,
+    Output,
     Outputs,
     Ping,
     Problem,
@@ -349,6 +350,13 @@ def test_shards_of_one_model_do_not_differ() -> None:
 def test_sampling_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Sampling(**changes)
+
+
+def test_a_token_alone_is_an_output_as_the_constructor_makes_it() -> None:
+    made = messages.token_out(7, 2, 11, -0.5)
+    assert made == Output(room=7, attempt=2, tokens=(11,), logprobs=(-0.5,))
+    with pytest.raises(ValidationError):
+        messages.token_out(-7, 2, 11, -0.5)
 
 
 def test_messages_cannot_be_changed() -> None:

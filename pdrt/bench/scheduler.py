@@ -64,13 +64,13 @@ class Point:
 class Load:
     """One scheduler under a steady load."""
 
-    def __init__(self, role: str, waiting: int, running: int) -> None:
-        self._waiting, self._wanted = waiting, running
+    def __init__(self, role: str, waiting: int, running: int, output: int = OUTPUT) -> None:
+        self._waiting, self._wanted, self._output = waiting, running, output
         self._rooms = count(1)
         self._flying: list[TransferEvent] = []  # prefill: transfers that are still to end
         self.sched = _scheduler(role, waiting, running)
         for number in range(running):
-            self._submit(1 + OUTPUT * number // running)
+            self._submit(1 + output * number // running)
         self._fill()
 
     @property
@@ -98,7 +98,7 @@ class Load:
         """As many in line as are to be, and someone who takes the place of those that ended."""
         book = self.sched.book
         while len(book.line) < self._waiting or len(book.requests) < self._wanted:
-            self._submit(OUTPUT)
+            self._submit(self._output)
 
     def _submit(self, max_tokens: int) -> None:
         room = next(self._rooms)

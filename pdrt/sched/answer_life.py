@@ -12,10 +12,9 @@ from typing import Final, TypeAlias
 
 from pdrt.data import events as transfer
 from pdrt.data.commands import AbortReceiver, AdmitReceiver, OpenReceiver
-from pdrt.device.chance import of_sequence
 from pdrt.device.moves import Move
 from pdrt.machine import Edge, Table
-from pdrt.messages import AskPrefill, Finish, Output, pack_tops
+from pdrt.messages import AskPrefill, Finish, Output, pack_tops, token_out
 from pdrt.sched.effects import Booking, Effect, Free, FreeHost, Hold, Load, Save, Say
 from pdrt.sched.events import (
     Arrived,
@@ -153,6 +152,9 @@ def _one(
     index: int | None = None,
 ) -> Say:
     """What a request gains by one token."""
+    is_plain = finish is None and r.of_room is None and r.scoring < 0
+    if is_plain and not cached_tokens and not r.sampling.top_logprobs:  # most are
+        return Say(token_out(r.room, r.attempt, e.token, e.logprob))
     return Say(
         Output(
             room=r.told_as,
@@ -171,8 +173,8 @@ def _one(
 def _say(r: Request, e: TokenOut) -> Effects:
     r.computed = len(r.tokens)
     r.tokens.append(e.token)
-    copied = _drop_source(r)
-    return [*([Free(copied)] if copied else ()), _one(r, e, e.cached_tokens)]
+    said = _one(r, e, e.cached_tokens)
+    return (said,) if r.copy_from < 0 else (Free(_drop_source(r)), said)
 
 
 def _say_first(r: Request, e: TokenOut) -> Effects:
@@ -230,7 +232,7 @@ def _settle(r: Request) -> None:
         index = living(r.firsts)[0]
         r.tokens.append(r.firsts[index].token)
         if r.sampling.n > 1:
-            r.index, r.sampling = index, of_sequence(r.sampling, index)
+            r.become(index)
     r.firsts, r.has_told = (), False
 
 

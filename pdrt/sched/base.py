@@ -134,10 +134,10 @@ class Scheduler:
         fitting = fit(runners, free, book.blocks.owners, self.limits)
         for request in fitting.retract:
             self._retract(request)
-        for request in fitting.grow:
-            blocks = book.blocks.take(1)
-            assert blocks is not None
-            book.move(request, Grown(blocks))
+        blocks = book.blocks.take(len(fitting.grow))
+        assert blocks is not None
+        for request, block in zip(fitting.grow, blocks, strict=True):
+            book.move(request, Grown((block,)))
         batch = Batch(self.limits)
         batch.fill(fitting.step)
         granted = [] if fitting.retract else self._admit(batch.room)
@@ -165,7 +165,8 @@ class Scheduler:
                 self.tell(request, drawn_firsts(request, one), request.cached_tokens)
                 self.go_on(request)
             else:
-                cached = 0 if request.said else request.cached_tokens
+                cached = request.cached_tokens
+                cached = cached if cached and not request.said else 0
                 self.say(request, one.token, one.logprob, cached, one.top)
 
     def say(

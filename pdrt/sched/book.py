@@ -14,7 +14,7 @@ from typing import Final
 from pdrt.device.batch import Drawn, SeqStep
 from pdrt.errors import Conflict, DeadlinePassed, Draining, Illegal, Overloaded, tree
 from pdrt.machine import Table
-from pdrt.messages import Problem, Submit
+from pdrt.messages import Output, Problem, Submit
 from pdrt.sched.admission import Grant, Space, admit, reserve
 from pdrt.sched.blocks import BlockPool, Held, Quarantine
 from pdrt.sched.effects import Booking, Effect, Free, FreeHost, Hold, Load, Save, Say
@@ -144,12 +144,16 @@ class Book:
             request.state = after
             request.story.append(f"{before}--{type(event).__name__}->{after}")
             self._file(request)
-        elif (before, type(event)) in self._table.ignored:
+        elif not effects and (before, type(event)) in self._table.ignored:
             self.counters["ignored"] += 1
         if after is not before or not isinstance(event, TokenOut):
             self.weigh(request)
         for effect in effects:
-            self._carry_out(effect)
+            if isinstance(effect, Say):  # most are: one for each token
+                self.outbox.append(effect)
+                self._said(effect.output)
+            else:
+                self._carry_out(effect)
 
     def weigh(self, request: Request) -> None:
         """Count anew what is kept free for it. Between that it may be a block more than needed."""
@@ -291,20 +295,16 @@ class Book:
                 self.host.carry_out(effect)
             case _:
                 self.outbox.append(effect)
-                self._count(effect)
-                if isinstance(effect, Say) and effect.output.problem is not None:
-                    for other in self.groups.get(effect.output.room, {}).copy().values():
-                        self.move(other, Dropped())
 
-    def _count(self, effect: Effect) -> None:
-        if isinstance(effect, Say):
-            output = effect.output
-            self.counters["tokens_out"] += len(output.tokens)
-            if output.problem is not None:
-                code = output.problem.code  # from a peer, perhaps: only our own make a counter
-                self.counters[f"ended_{code if code in _CODES else 'other'}"] += 1
-            elif output.finish is not None:
-                self.counters[f"ended_{output.finish}"] += 1
+    def _said(self, output: Output) -> None:
+        self.counters["tokens_out"] += len(output.tokens)
+        if output.problem is not None:
+            code = output.problem.code  # from a peer, perhaps: only our own make a counter
+            self.counters[f"ended_{code if code in _CODES else 'other'}"] += 1
+            for other in self.groups.get(output.room, {}).copy().values():
+                self.move(other, Dropped())
+        elif output.finish is not None:
+            self.counters[f"ended_{output.finish}"] += 1
 
     def free(self, held: Held) -> None:
         self.blocks.give(held.blocks)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pdrt.device.batch import Draw, Drawn, Odds, Scoring, SeqStep
+from pdrt.device.batch import Drawn, Odds, Scoring, SeqStep
 from pdrt.device.moves import NONE as NO_MOVES
 from pdrt.device.moves import Moves
 from pdrt.errors import BadLogits
@@ -107,8 +107,7 @@ class Batch:
         for r in runners:
             tokens, start = r.tokens, r.computed
             if len(tokens) - start == 1 and len(tokens) > r.prompt_tokens:  # most are: no calls
-                draw = Draw(r.sampling, tokens, r.prompt_tokens)
-                step = SeqStep(r.key, tokens[start:], start, r.blocks, draw, (), r.copy_from)
+                step = SeqStep(r.key, tokens[start:], start, r.blocks, r.draw, (), r.copy_from)
                 self._decode.append(step)
             else:
                 self._add_chunk(r)

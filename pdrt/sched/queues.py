@@ -85,10 +85,12 @@ class Timers:
     def pop_due(self, now: float) -> list[int]:
         """Keys whose time has come, in order; each is told once."""
         due: list[int] = []
-        while (at := self.next()) is not None and at <= now:
-            key = heapq.heappop(self._heap)[1]
-            del self._at[key]
-            due.append(key)
+        heap = self._heap
+        while heap and heap[0][0] <= now:  # what counts no more is not looked for: it costs pops
+            at, key = heapq.heappop(heap)
+            if self._at.get(key) == at:
+                del self._at[key]
+                due.append(key)
         return due
 
     def __len__(self) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdrt.device.batch import Odds
+from pdrt.device.batch import Draw, Odds
+from pdrt.device.chance import of_sequence
 from pdrt.errors import BadMessage, BadRequest
 from pdrt.messages import (
     Finish,
@@ -91,6 +92,10 @@ class Request:
     problem: Problem | None = None  # unbound: what happened to the last one
     chain: Chain = field(default_factory=Chain)
     story: deque[str] = field(default_factory=lambda: deque(maxlen=64))
+    draw: Draw = field(init=False)  # of its next token, in every step the same
+
+    def __post_init__(self) -> None:
+        self.draw = Draw(self.sampling, self.tokens, self.prompt_tokens)
 
     @property
     def said(self) -> int:
@@ -105,7 +110,7 @@ class Request:
     @property
     def left(self) -> int:
         """Output tokens it may still say."""
-        return self.sampling.max_tokens - self.said
+        return self.sampling.max_tokens + self.prompt_tokens - len(self.tokens)
 
     @property
     def pending(self) -> int:
@@ -144,6 +149,11 @@ class Request:
         if token in self.stops:
             return "stop"
         return "length" if self.left <= 1 else None
+
+    def become(self, index: int) -> None:
+        """From here on one of the sequences of its group."""
+        self.index, self.sampling = index, of_sequence(self.sampling, index)
+        self.draw = Draw(self.sampling, self.tokens, self.prompt_tokens)
 
 
 def prompt_hash(packed: bytes) -> bytes:

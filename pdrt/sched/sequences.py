@@ -31,10 +31,8 @@ def sub_room(room: int, index: int) -> int:
 def draws(request: Request) -> tuple[Draw, tuple[Draw, ...]]:
     """The draw of its next token, and those of the other sequences from the same row."""
     sampling, tokens, prompt = request.sampling, request.tokens, request.prompt_tokens
-    if sampling.n == 1:
-        return Draw(sampling, tokens, prompt), ()
     others = (of_sequence(sampling, index) for index in range(1, sampling.n))
-    return Draw(sampling, tokens, prompt), tuple(Draw(one, tokens, prompt) for one in others)
+    return request.draw, tuple(Draw(one, tokens, prompt) for one in others)
 
 
 def drawn_firsts(request: Request, drawn: Drawn) -> tuple[First, ...]:

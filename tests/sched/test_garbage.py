@@ -24,7 +24,7 @@ def _no_collections() -> Iterator[None]:
 @pytest.mark.usefixtures("_no_collections")
 @pytest.mark.parametrize("role", ROLES)
 def test_two_thousand_requests_leave_nothing_for_a_collection(role: str) -> None:
-    load = Load(role, 50, 256)
+    load = Load(role, 50, 256, output=50)
     steps = load.steps(100_000)
     ended = 0
     while ended < REQUESTS:
