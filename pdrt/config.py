@@ -55,6 +55,7 @@ class ModelSection(Section):
 class DeviceSection(Section):
     kind: Literal["auto", "cpu", "cuda", "npu", "null"] = "auto"
     threads: Annotated[int, Field(ge=0)] = 0  # 0: an equal share of the cores for each worker
+    kernels: Literal["auto", "compiled", "torch"] = "auto"  # of decode steps on the CPU
     step_ms: Annotated[float, Field(ge=0)] = 0.0  # null device: how long a step takes
     token_ms: Annotated[float, Field(ge=0)] = 0.0  # null device: and each prompt token in it
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pdrt.families.fields import Fields
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16", "uint8"]
+Kernels: TypeAlias = Literal["auto", "compiled", "torch"]
 RopeKind: TypeAlias = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 Backend: TypeAlias = Literal["auto", "native", "transformers"]
 NULL_PATH: Final = "null"

@@ -59,6 +59,11 @@ class KvPool:
     def block_size(self) -> int:
         return self.layout.block_size
 
+    @property
+    def address(self) -> int:
+        """Of the first block; the others follow it."""
+        return self._blocks.data_ptr()
+
     def index(self, numbers: Ints) -> Tensor:
         return torch.from_numpy(numbers).to(self.device)
 

@@ -25,7 +25,7 @@ from pdrt.device.slices import Context
 from pdrt.device.weights import Progress
 from pdrt.errors import ConfigError
 from pdrt.messages import KvLayout
-from pdrt.modelspec import Dtype, ModelSpec
+from pdrt.modelspec import Dtype, Kernels, ModelSpec
 
 _ALONE: Final = Context()
 
@@ -118,12 +118,13 @@ def load(  # noqa: PLR0913 - each is a choice of its own
     block_size: int,
     progress: Progress,
     context: Context = _ALONE,
+    kernels: Kernels = "auto",
 ) -> TorchRunner:
     """A runner with its weights. Raises ConfigError when they, or the device, are not there."""
     _check_device(device)
     name = _dtype(shard.spec, dtype)
     with torch.inference_mode():
-        model = registry.load(Path(path), shard, DTYPES[name], device, progress)
+        model = registry.load(Path(path), shard, DTYPES[name], device, progress, kernels)
     layout = model.shard.layout(block_size, name)
     return TorchRunner(model, layout, device, mirrored=device != "cpu", context=context)
 

@@ -46,7 +46,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path, progress: Progress) -> None:
         self._where = directory
-        self._progress = progress
+        self.progress = progress
         paths = _files(directory)
         self._total = sum(path.stat().st_size for path in paths)
         self._done, self._counted = 0, set[str]()
@@ -82,12 +82,12 @@ class Checkpoint:
         if name not in self._counted:  # what other ranks, or later calls, read counts as done
             self._counted.add(name)
             self._done += math.prod(shape) * found.itemsize
-        self._progress("weights", min(self._done, self._total), self._total)
+        self.progress("weights", min(self._done, self._total), self._total)
 
     def finish(self) -> None:
         """Tell that all is there: headers and tensors that nobody asked for count as done."""
         _give_back_freed()
-        self._progress("weights", self._total, self._total)
+        self.progress("weights", self._total, self._total)
 
 
 def _give_back_freed() -> None:

@@ -23,7 +23,7 @@ from transformers import (
 from pdrt.device import torchrunner
 from pdrt.device.shard import Shard
 from pdrt.device.torchrunner import TorchRunner
-from pdrt.modelspec import ModelSpec
+from pdrt.modelspec import Kernels, ModelSpec
 from tests.device.loop import Loop
 
 VOCAB: Final = 320
@@ -184,7 +184,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return tokens
 
 
-def runner(directory: Path, dtype: str = "float32", block_size: int = 16) -> TorchRunner:
+def runner(
+    directory: Path, dtype: str = "float32", block_size: int = 16, kernels: Kernels = "auto"
+) -> TorchRunner:
     """Ours, of the model that was saved there."""
     return torchrunner.load(
         directory,
@@ -193,6 +195,7 @@ def runner(directory: Path, dtype: str = "float32", block_size: int = 16) -> Tor
         dtype=dtype,
         block_size=block_size,
         progress=lambda _stage, _done, _total: None,
+        kernels=kernels,
     )
 
 

@@ -21,12 +21,15 @@ from pdrt.device.batch import SeqStep
 from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
 from pdrt.device.linear import Linear
-from pdrt.device.models.blocks import FeedForward, Reader, packed, rms_norm
+from pdrt.device.models.blocks import FeedForward, Reader, rms_norm
 from pdrt.device.models.experts import feed_forward
+from pdrt.device.models.looped import Looped, Singles, looped
+from pdrt.device.models.looped import lay_out as singles
 from pdrt.device.models.vocabulary import Vocabulary, vocabulary
 from pdrt.device.rope import frequencies, rotate_
 from pdrt.device.shard import Run, Shard
 from pdrt.device.weights import Checkpoint
+from pdrt.modelspec import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +51,19 @@ class Llama:
         vocabulary: Vocabulary,
         layers: list[Layer],
         norm: Tensor,
+        looped: Looped | None = None,
     ) -> None:
+        """`looped` computes the decode steps that it takes."""
         self.shard, self.spec = shard, shard.spec
         self._heads, self._kv_heads = len(shard.heads), len(shard.kv_heads)
         self._vocabulary, self._layers, self._norm = vocabulary, layers, norm
         frequency, self._rope_scale = frequencies(self.spec)
         self._frequency = frequency.to(vocabulary.device)
+        self._looped = looped
 
     def lay_out(self, batch: Sequence[SeqStep], pool: KvPool) -> Wave:
+        if self._looped and self._looped.takes(batch):
+            return singles(batch, pool)
         return lay_out(batch, pool, KvLayouts(pool, self._vocabulary.dtype))
 
     def forward(self, wave: Wave, pool: KvPool, group: Collective) -> Tensor:
@@ -64,6 +72,10 @@ class Llama:
         turned = heads + self._kv_heads
         x = self._vocabulary.embed(wave.tokens, group)
         cos, sin = self._angles(wave.positions)
+        if isinstance(wave, Singles):
+            assert self._looped, "who lays out singles computes them"
+            return self._looped.forward(x.float(), cos, sin, wave, pool)
+        cos, sin = (each.to(x.dtype).unsqueeze(1) for each in (cos, sin))
         for number, layer in enumerate(self._layers):
             qkv = layer.qkv(self._normed(x, layer.attention_norm))
             qkv = qkv.view(-1, turned + self._kv_heads, spec.head_dim)
@@ -79,25 +91,31 @@ class Llama:
 
     def logits(self, hidden: Tensor, group: Collective) -> Tensor | None:
         """[rows, vocab] in float32, on the first rank."""
-        return self._vocabulary.logits(self._normed(hidden, self._norm), group)
+        normed = self._normed(hidden, self._norm)
+        if self._looped and self._looped.takes_rows(len(hidden)):
+            return self._looped.judge(normed, self._vocabulary.head)
+        return self._vocabulary.logits(normed, group)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.spec.rms_norm_eps)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = (positions.float().unsqueeze(1) * self._frequency).unsqueeze(1)
-        dtype, scale = self._vocabulary.dtype, self._rope_scale
-        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+        """Cosines and sines [rows, head_dim / 2] in float32."""
+        angles = positions.float().unsqueeze(1) * self._frequency
+        return angles.cos() * self._rope_scale, angles.sin() * self._rope_scale
 
 
-def load(shard: Shard, weights: Checkpoint, dtype: torch.dtype, device: str) -> Llama:
+def load(
+    shard: Shard, weights: Checkpoint, dtype: torch.dtype, device: str, kernels: Kernels = "torch"
+) -> Llama:
     """Read the shard's weights. Raises ConfigError when they do not fit the spec."""
     spec, read = shard.spec, Reader(weights, dtype, device)
     words = vocabulary(shard, read)
-    layers = [packed(_layer(shard, read, i)) for i in range(spec.layers)]
+    layers = [_layer(shard, read, i) for i in range(spec.layers)]
     norm = read.tensor("model.norm.weight", spec.hidden)
     weights.finish()
-    return Llama(shard, words, layers, norm)
+    decoding = looped(shard, layers, words.head, kernels, weights.progress)
+    return Llama(shard, words, layers, norm, decoding)
 
 
 def _layer(shard: Shard, read: Reader, number: int) -> Layer:

@@ -15,7 +15,7 @@ from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
 from pdrt.device.shard import Shard
 from pdrt.device.weights import Checkpoint, Progress
-from pdrt.modelspec import ModelSpec
+from pdrt.modelspec import Kernels, ModelSpec
 
 
 class Model(Protocol):
@@ -40,7 +40,14 @@ class Model(Protocol):
         ...
 
 
-def load(path: Path, shard: Shard, dtype: torch.dtype, device: str, progress: Progress) -> Model:
+def load(
+    path: Path,
+    shard: Shard,
+    dtype: torch.dtype,
+    device: str,
+    progress: Progress,
+    kernels: Kernels = "auto",
+) -> Model:
     """The model in a directory. Raises ConfigError when its weights do not fit its spec.
 
     A family's module is imported only when it is used.
@@ -55,4 +62,4 @@ def load(path: Path, shard: Shard, dtype: torch.dtype, device: str, progress: Pr
         return mla.load(shard, Checkpoint(path, progress), dtype, device)
     from pdrt.device.models import llama
 
-    return llama.load(shard, Checkpoint(path, progress), dtype, device)
+    return llama.load(shard, Checkpoint(path, progress), dtype, device, kernels)

@@ -18,16 +18,11 @@ from pdrt.device.shard import Run, Shard
 
 
 class Vocabulary:
-    """`embedding` and `head` are [rows, hidden], as many rows on each rank.
-
-    Tied, they are one, which stays as it is; else the head is packed.
-    """
+    """`embedding` and `head` are [rows, hidden], as many rows on each rank; tied, they are one."""
 
     def __init__(self, shard: Shard, embedding: Tensor, head: Tensor) -> None:
         self._shard, self.embedding = shard, embedding
         self._judge = Linear(head)
-        if head is not embedding:
-            self._judge.pack()
 
     @property
     def dtype(self) -> torch.dtype:

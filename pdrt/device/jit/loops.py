@@ -1,0 +1,114 @@
+"""Torch's tensors through the compiled loops: threads and scratch memory, and the two calls.
+
+One `Loops` serves a device thread. Nothing is copied but what is a few rows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pdrt.device.jit import decode, products, tiles
+from pdrt.device.jit.crew import Crew
+from pdrt.device.jit.decode import PHASES, Pool, Rows, Shape, Weights
+from pdrt.device.jit.products import PORTION, Scratch
+from pdrt.device.jit.tiles import TILE
+
+Floats = npt.NDArray[np.float32]
+KINDS: Final = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+_NO_BIAS: Final = np.zeros(0, np.float32)
+
+
+class Loops:
+    """For matrices of one dtype, float32 or bfloat16, on `threads` threads."""
+
+    def __init__(self, dtype: torch.dtype, threads: int, *, tiled: bool = True) -> None:
+        """`tiled`: bfloat16 goes through AMX where there is one."""
+        self._kind = KINDS[dtype]
+        self._is_tiled = tiled and dtype is torch.bfloat16 and tiles.are_usable()
+        self._crew = Crew(threads)
+        self._tiles = _configurations(threads)
+        self._syncs = [np.zeros(1, np.int64), np.zeros(1, np.int64)]
+        self._memory: dict[str, Floats] = {}
+
+    def decode(self, weights: Weights, shape: Shape, pool: Pool, rows: Rows, wide: int) -> None:
+        """One token of each row through all layers: `rows.x` becomes the hidden states.
+
+        `wide` is the MLP's intermediate size.
+        """
+        group = shape.heads // shape.kv_heads
+        count, hidden = rows.x.shape
+        tokens = rows.tables.shape[1] * pool.size
+        q, kv, threads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, self.threads
+        scratch = self._scratch(PHASES * pool.layers, count, max(hidden, q, wide))._replace(
+            normed=self._floats("normed", threads, count, hidden),
+            qkv=self._floats("qkv", count, q + 2 * kv),
+            attended=self._floats("attended", count, q),
+            hidden=self._floats("hidden", count, wide),
+            scores=self._floats("scores", threads, group * tokens),
+            shares=self._floats("shares", threads, group, tokens),
+        )
+        fixed = self._kind, self._is_tiled
+        self._crew.run(
+            lambda me: decode.decode(*fixed, me, threads, weights, shape, pool, rows, scratch)
+        )
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [rows, in] times weight [out, in] transposed, in float32."""
+        out, wide = torch.empty(x.shape[0], weight.shape[0]), x.float().contiguous().numpy()
+        scratch, fixed = self._scratch(1, *x.shape), (self._kind, self._is_tiled)
+        matrix, found, threads = weight.data_ptr(), out.numpy(), self.threads
+        self._crew.run(
+            lambda me: products.linear(*fixed, me, threads, wide, matrix, _NO_BIAS, found, scratch)
+        )
+        return out
+
+    @property
+    def threads(self) -> int:
+        return self._crew.size
+
+    def _scratch(self, phases: int, rows: int, width: int) -> Scratch:
+        """What every call needs, for x [rows, width]."""
+        threads, padded = self.threads, -(-rows // TILE) * TILE
+        packed = self._floats("packed", threads, padded * width // 2 if self._is_tiled else 0)
+        nothing = np.zeros((threads, 0, 0), np.float32)
+        return Scratch(
+            sync=self._sync(phases),
+            tiles=self._tiles,
+            packed=packed.view(np.uint32),
+            portion=self._floats("portion", threads, 2, PORTION, padded),
+            normed=nothing,
+            qkv=nothing[0],
+            attended=nothing[0],
+            hidden=nothing[0],
+            scores=nothing[0],
+            shares=nothing,
+        )
+
+    def _sync(self, phases: int) -> npt.NDArray[np.int64]:
+        """Zeros. Not those of the last call, at which a thread may still be looking."""
+        self._syncs.reverse()
+        if len(self._syncs[0]) < 1 + phases * self.threads:
+            self._syncs[0] = np.zeros(1 + phases * self.threads, np.int64)
+        self._syncs[0][:] = 0
+        return self._syncs[0]
+
+    def _floats(self, name: str, *shape: int) -> Floats:
+        """Memory that is used again, with whatever the last call left there."""
+        size = math.prod(shape)
+        if name not in self._memory or self._memory[name].size < size:
+            self._memory[name] = np.empty(size + size // 4, np.float32)
+        return self._memory[name][:size].reshape(shape)
+
+
+def _configurations(threads: int) -> npt.NDArray[np.uint8]:
+    """For each thread: all tiles 16 rows of 64 bytes, and room for what was there before."""
+    found = np.zeros((threads, 2, 64), np.uint8)
+    found[:, 0, 0] = 1  # the palette
+    found[:, 0, 16:32:2], found[:, 0, 48:56] = 64, TILE
+    return found

@@ -1,0 +1,235 @@
+"""Products of a few rows with a matrix, in portions that threads take by ticket.
+
+A thread whose core is busy elsewhere holds nobody up: what is left of its share the others take.
+Between two phases all meet. `kind` tells the matrix's type as in `vectors`; `tiled` says that AMX
+multiplies it, of which `scratch.packed` holds what it needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numba import types
+
+from pdrt.device.jit.compiled import loop
+from pdrt.device.jit.tiles import TILE, load_tiles, save_tiles, tile_dots
+from pdrt.device.jit.vectors import MANY, add_one, bytes_of, dots, look, power_of_two
+
+PORTION: Final = 48  # rows of a matrix in a portion: a multiple of each tile's
+_SPINS = 4000  # looks before a thread that waits lets others have the core
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+class Scratch(NamedTuple):
+    """Memory of a call. What has a place for each thread begins with [threads]."""
+
+    sync: Any  # int64: how many have met, then the tickets of each phase and thread
+    tiles: Any  # uint8 [threads, 2, 64]: the tiles' configuration, and where another's is kept
+    packed: Any  # uint32 [threads, ...]: rows as tiles multiply them
+    portion: Any  # float32 [threads, 2, PORTION, rows up to a multiple of TILE]
+    normed: Any  # float32 [threads, rows, hidden]
+    qkv: Any  # float32 [rows, (heads + 2 * kv_heads) * head_dim]
+    attended: Any  # float32 [rows, heads * head_dim]
+    hidden: Any  # float32 [rows, intermediate]
+    scores: Any  # float32 [threads, heads of a kv head * tokens]
+    shares: Any  # float32 [threads, heads of a kv head, tokens]
+
+
+@loop(fastmath={"contract"}, inline="always")
+def exp(x):
+    """Within 2 ulp between -87 and 88, beyond as there (the polynomial is of Cephes)."""
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    turns = np.floor(x * _LOG2_E + np.float32(0.5))
+    r = x - turns * _LN2_HIGH - turns * _LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * (r * r) + r + np.float32(1.0)
+    return p * power_of_two(np.int32(turns))
+
+
+@loop()
+def meet(scratch, threads, times):
+    """Wait until all threads have come here, for the `times`-th time."""
+    if threads == 1:
+        return
+    count = scratch.sync.ctypes.data
+    add_one(count)
+    spins = 0
+    while look(count) < threads * times:
+        spins += 1
+        if spins > _SPINS:
+            _sched_yield()
+
+
+@loop()
+def next_of(scratch, phase, me, total):
+    """A task of this phase that nobody has, of `total`; or `total` when there is none.
+
+    First those of a thread's own share, which lie side by side, then what is left of others'.
+    """
+    threads = scratch.normed.shape[0]
+    for turn in range(threads):
+        whose = (me + turn) % threads
+        first, end = total * whose // threads, total * (whose + 1) // threads
+        number = first + add_one(scratch.sync.ctypes.data + 8 * (1 + phase * threads + whose))
+        if number < end:
+            return number
+    return total
+
+
+@loop()
+def _tiles(kind, rows, x, w, width, n, out, apart):
+    """out[j, i] = w[j] . x[i] for i < rows: 8, 4, 2 or 1; j < n."""
+    if rows == 8:
+        dots(kind, 8, 3, x, w, width, n, out, apart)
+    elif rows == 4:
+        dots(kind, 4, 3, x, w, width, n, out, apart)
+    elif rows == 2:
+        dots(kind, 2, 4, x, w, width, n, out, apart)
+    else:
+        dots(kind, 1, 8, x, w, width, n, out, apart)
+
+
+@loop()
+def product(kind, rows, x, w, width, n, out, apart):
+    """out[j, i] = w[j] . x[i] for any number of rows; n is small enough for w to stay cached."""
+    i = 0
+    while i < rows:
+        left = rows - i
+        some = 8 if MANY and left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+        _tiles(kind, some, x + 4 * i * width, w, width, n, out + 4 * i, apart)
+        i += some
+
+
+@loop()
+def _pack(x, out):
+    """Rows of x in bfloat16 [groups of TILE rows, width / 2, TILE, 2 values], as pairs in uint32.
+
+    What stands in place of rows that x does not have stays as it is.
+    """
+    bits = x.view(np.uint32)
+    pairs = x.shape[1] // 2
+    for row in range(x.shape[0]):
+        group, column = divmod(row, TILE)
+        for pair in range(pairs):
+            low, high = bits[row, 2 * pair], bits[row, 2 * pair + 1]
+            low += np.uint32(0x7FFF) + ((low >> np.uint32(16)) & np.uint32(1))
+            high += np.uint32(0x7FFF) + ((high >> np.uint32(16)) & np.uint32(1))
+            out[(group * pairs + pair) * TILE + column] = (low >> np.uint32(16)) | (
+                high & np.uint32(0xFFFF0000)
+            )
+
+
+@loop()
+def _tiled(groups, x, w, width, n, out, apart):
+    """As many of the rows of w as tiles can do; how many."""
+    done = 0
+    while n - done >= TILE:
+        some = 3 if n - done >= 3 * TILE else 1
+        at, to = w + 2 * done * width, out + 4 * done * apart
+        group = 0
+        while group < groups:
+            here, there = x + 2 * group * TILE * width, to + 4 * group * TILE
+            if groups - group >= 2:
+                if some == 3:
+                    tile_dots(3, 2, here, at, width, there, apart)
+                else:
+                    tile_dots(1, 2, here, at, width, there, apart)
+                group += 2
+            else:
+                if some == 3:
+                    tile_dots(3, 1, here, at, width, there, apart)
+                else:
+                    tile_dots(1, 1, here, at, width, there, apart)
+                group += 1
+        done += some * TILE
+    return done
+
+
+@loop()
+def _portion(kind, tiled, me, scratch, number, x, w, first, n):
+    """Rows first..first + n of matrix w by all rows of x, in this thread's portion `number`."""
+    rows, width = x.shape
+    place = scratch.portion[me, number]
+    to, apart = place.ctypes.data, place.shape[1]
+    start = w + first * width * bytes_of(kind)
+    done = 0
+    if tiled:
+        packed, groups = scratch.packed[me].ctypes.data, (rows + TILE - 1) // TILE
+        done = _tiled(groups, packed, start, width, n, to, apart)
+    if done < n:
+        start += done * width * bytes_of(kind)
+        product(kind, rows, x.ctypes.data, start, width, n - done, to + 4 * done * apart, apart)
+    return place
+
+
+@loop()
+def borrow_tiles(scratch, me):
+    """Configure this thread's tiles; oneDNN, which thinks they are as it left them, needs its own
+    configuration back."""
+    save_tiles(scratch.tiles[me, 1].ctypes.data)
+    load_tiles(scratch.tiles[me, 0].ctypes.data)
+
+
+@loop(fastmath={"contract"})
+def add_linear(kind, tiled, me, scratch, phase, x, w, bias, out, adds):
+    """out = x w^T + bias, or out += that, in portions that threads share."""
+    rows, total = out.shape
+    if tiled:
+        _pack(x, scratch.packed[me])
+    portions = (total + PORTION - 1) // PORTION
+    while True:
+        first = next_of(scratch, phase, me, portions) * PORTION
+        if first >= total:
+            return
+        n = min(PORTION, total - first)
+        found = _portion(kind, tiled, me, scratch, 0, x, w, first, n)
+        for row in range(rows):
+            for i in range(n):
+                value = found[i, row]
+                if bias.shape[0]:
+                    value += bias[first + i]
+                if adds:
+                    value += out[row, first + i]
+                out[row, first + i] = value
+
+
+@loop(fastmath={"contract"})
+def gated(kind, tiled, me, scratch, phase, x, w, bias, out):
+    """out = silu(gate) * up; of w [2 * n, width] the gate is the first half."""
+    rows, total = out.shape
+    if tiled:
+        _pack(x, scratch.packed[me])
+    portions = (total + PORTION - 1) // PORTION
+    while True:
+        first = next_of(scratch, phase, me, portions) * PORTION
+        if first >= total:
+            return
+        n = min(PORTION, total - first)
+        gates = _portion(kind, tiled, me, scratch, 0, x, w, first, n)
+        ups = _portion(kind, tiled, me, scratch, 1, x, w, total + first, n)
+        for row in range(rows):
+            for i in range(n):
+                gate, up = gates[i, row], ups[i, row]
+                if bias.shape[0]:
+                    gate += bias[first + i]
+                    up += bias[total + first + i]
+                out[row, first + i] = gate / (np.float32(1.0) + exp(-gate)) * up
+
+
+@loop()
+def linear(kind, tiled, me, threads, x, matrix, bias, out, scratch):
+    """out [rows, n] = x [rows, width] w^T + bias, all float32 but w, which is of the kind."""
+    if tiled:
+        borrow_tiles(scratch, me)
+    add_linear(kind, tiled, me, scratch, 0, x, matrix, bias, out, False)
+    if tiled:
+        load_tiles(scratch.tiles[me, 1].ctypes.data)
+    meet(scratch, threads, 1)

@@ -1,0 +1,277 @@
+"""What numba has no words for: dot products in registers, prefetch, atomics; as LLVM code.
+
+LLVM's own vectoriser keeps one row's sums in registers. Weights are read once for several rows,
+so here a tile of sums (rows of x by rows of w) stays there. What comes `AHEAD` in w is brought to
+the second-level cache: hardware stops at each page of 4 KiB, which costs a third of the bandwidth.
+
+Addresses are plain integers and rows lie `width` values apart. Matrices are float32, or bfloat16
+in the form of uint16; the first argument `kind` is any number of the one or the other type. All
+sums are float32. A sum's order depends on its row alone, not on how many rows are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+FEATURES: Final = llvm.get_host_cpu_features()
+LANES: Final = 16 if FEATURES.get("avx512f") else 8 if FEATURES.get("avx2") else 4
+MANY: Final = LANES != 8  # whether there are 32 vector registers, not 16
+
+AHEAD: Final = 16 << 10  # bytes
+
+BYTE, _HALF, _INT, LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FLOAT: Final = ir.FloatType()
+_FLOATS, _HALVES, _INTS = (ir.VectorType(each, LANES) for each in (_FLOAT, _HALF, _INT))
+_ZEROS: Final = ir.Constant(_FLOATS, [0.0] * LANES)
+ADDRESS: Final = types.intp
+
+
+class Writer:
+    """Writes loads and sums into a function that numba builds."""
+
+    def __init__(self, builder: Any, kind: Any) -> None:
+        self.b, self.is_bfloat16 = builder, kind == types.uint16
+        self.bytes = 2 if self.is_bfloat16 else 4
+
+    def call(self, name: str, returns: Any, *args: Any) -> Any:
+        signature = ir.FunctionType(returns, [each.type for each in args])
+        function = cgutils.get_or_insert_function(self.b.module, signature, name)
+        return self.b.call(function, args)
+
+    def at(self, base: Any, index: Any, size: int) -> Any:
+        return self.b.add(base, self.b.mul(index, long(size)))
+
+    def read(self, kind: Any, address: Any) -> Any:
+        return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=2)
+
+    def floats(self, address: Any) -> Any:
+        return self.read(_FLOATS, address)
+
+    def values(self, address: Any) -> Any:
+        """A vector of the matrix, widened to float32."""
+        if not self.is_bfloat16:
+            return self.floats(address)
+        wide = self.b.zext(self.read(_HALVES, address), _INTS)
+        return self.b.bitcast(self.b.shl(wide, ir.Constant(_INTS, [16] * LANES)), _FLOATS)
+
+    def write(self, value: Any, address: Any) -> None:
+        self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()), align=4)
+
+    def multiply_add(self, x: Any, y: Any, total: Any) -> Any:
+        return self.call(f"llvm.fma.v{LANES}f32", _FLOATS, x, y, total)
+
+    def sum(self, vector: Any) -> Any:
+        name = f"llvm.vector.reduce.fadd.v{LANES}f32"
+        signature = ir.FunctionType(_FLOAT, [_FLOAT, _FLOATS])
+        function = cgutils.get_or_insert_function(self.b.module, signature, name)
+        return self.b.call(function, [ir.Constant(_FLOAT, 0.0), vector], fastmath=("reassoc",))
+
+    def prefetch(self, address: Any, near: int = 3) -> None:
+        """A line, into the first-level cache, or with near = 2 into the second."""
+        flags = (ir.Constant(_INT, each) for each in (0, near, 1))  # to read, data
+        where = self.b.inttoptr(address, BYTE.as_pointer())
+        self.call("llvm.prefetch.p0", ir.VoidType(), where, *flags)
+
+    def spread(self, value: Any) -> Any:
+        alone = self.b.insert_element(_ZEROS, value, ir.Constant(_INT, 0))
+        zeros = ir.Constant(_INTS, [0] * LANES)
+        return self.b.shuffle_vector(alone, alone, zeros)
+
+    def loop(self, count: Any, step: int, carried: Sequence[Any], body: _Body) -> list[Any]:
+        """`body` for at = 0, step, .. below count (at least once), over values it carries on."""
+        entry, inside, after = (self.b.block, *map(self.b.append_basic_block, ("loop", "after")))
+        self.b.branch(inside)
+        self.b.position_at_end(inside)
+        at = self.b.phi(LONG)
+        at.add_incoming(long(0), entry)
+        olds = [self.b.phi(each.type) for each in carried]
+        news = body(at, olds)
+        end, following = self.b.block, self.b.add(at, long(step))
+        at.add_incoming(following, end)
+        for old, first, new in zip(olds, carried, news, strict=True):
+            old.add_incoming(first, entry)
+            old.add_incoming(new, end)
+        self.b.cbranch(self.b.icmp_signed("<", following, count), inside, after)
+        self.b.position_at_end(after)
+        return news
+
+
+_Body = Callable[[Any, list[Any]], list[Any]]
+
+
+def long(value: int) -> Any:
+    return ir.Constant(LONG, value)
+
+
+@intrinsic(prefer_literal=True)
+def dots(_context, kind, rows, columns, x, w, width, count, out, apart):
+    """out[j, i] = w[j] . x[i] for j < count and i < rows.
+
+    x [rows, width] and out [count, apart] are float32, w [count, width] of the kind; rows and
+    columns of a tile are literal, width % LANES == 0.
+    """
+    across, down = rows.literal_value, columns.literal_value
+
+    def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        _, _, _, x, w, width, count, out, apart = args
+        to = Writer(builder, kind)
+        rest = builder.srem(count, long(down))
+        whole = builder.sub(count, rest)
+        row_bytes = builder.mul(width, long(to.bytes))
+        for first, some, size in ((long(0), whole, down), (whole, rest, 1)):
+            below_w = builder.add(w, builder.mul(first, row_bytes))
+            below_out = to.at(out, builder.mul(first, apart), 4)
+            with builder.if_then(builder.icmp_signed(">", some, long(0))):
+                _tiles(to, across, size, (x, below_w, width, some, below_out, apart))
+        return _context.get_dummy_value()
+
+    return types.void(kind, rows, columns, *(ADDRESS,) * 6), write
+
+
+def _tiles(to: Writer, across: int, down: int, args: Sequence[Any]) -> None:
+    """What `dots` does, for a count that is a multiple of `down`."""
+    x, w, width, count, out, apart = args
+    xs = [to.at(x, to.b.mul(long(i), width), 4) for i in range(across)]
+
+    def tile(first: Any, _: list[Any]) -> list[Any]:
+        numbers = [to.b.add(first, long(j)) for j in range(down)]
+        ws = [to.at(w, to.b.mul(number, width), to.bytes) for number in numbers]
+
+        def step(at: Any, sums: list[Any]) -> list[Any]:
+            left = [to.floats(to.at(each, at, 4)) for each in xs]
+            places = [to.at(each, at, to.bytes) for each in ws]
+            right = [to.values(each) for each in places]
+            for each in places:
+                to.prefetch(to.b.add(each, long(AHEAD)), near=2)
+            pairs = [(a, b) for a in left for b in right]
+            return [to.multiply_add(a, b, s) for (a, b), s in zip(pairs, sums, strict=True)]
+
+        sums = to.loop(width, LANES, [_ZEROS] * (across * down), step)
+        for number, total in enumerate(sums):
+            i, j = divmod(number, down)
+            row = to.at(out, to.b.mul(numbers[j], apart), 4)
+            to.write(to.sum(total), to.at(row, long(i), 4))
+        return []
+
+    to.loop(count, down, [], tile)
+
+
+@intrinsic(prefer_literal=True)
+def mix(_context, kind, rows, vectors, shares, apart, v, tokens, width, out):
+    """out[i] += sum over t < tokens of shares[i, t] * v[t], for `vectors` * LANES columns.
+
+    shares [rows, apart] and out [rows, width] are float32, v [tokens, width] of the kind; `rows`
+    and `vectors` are literal, tokens > 0.
+    """
+    across, wide = rows.literal_value, vectors.literal_value
+
+    def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        _, _, _, shares, apart, v, tokens, width, out = args
+        to = Writer(builder, kind)
+        ps = [to.at(shares, builder.mul(long(i), apart), 4) for i in range(across)]
+        outs = [
+            to.at(out, builder.add(builder.mul(long(i), width), long(j * LANES)), 4)
+            for i in range(across)
+            for j in range(wide)
+        ]
+
+        def body(at: Any, sums: list[Any]) -> list[Any]:
+            row = to.at(v, builder.mul(at, width), to.bytes)
+            right = [to.values(to.at(row, long(j * LANES), to.bytes)) for j in range(wide)]
+            left = [to.spread(to.read(_FLOAT, to.at(each, at, 4))) for each in ps]
+            pairs = [(a, b) for a in left for b in right]
+            return [to.multiply_add(a, b, s) for (a, b), s in zip(pairs, sums, strict=True)]
+
+        for total, place in zip(
+            to.loop(tokens, 1, [to.floats(each) for each in outs], body), outs, strict=True
+        ):
+            to.write(total, place)
+        return _context.get_dummy_value()
+
+    return types.void(kind, rows, vectors, *(ADDRESS,) * 6), write
+
+
+@intrinsic
+def fetch(_context, address, count):
+    """Bring `count` bytes that will be read soon: at least one line."""
+
+    def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        to = Writer(builder, types.float32)
+
+        def line(at: Any, _: list[Any]) -> list[Any]:
+            to.prefetch(builder.add(args[0], at), near=2)
+            return []
+
+        to.loop(args[1], 64, [], line)
+        return _context.get_dummy_value()
+
+    return types.void(ADDRESS, ADDRESS), write
+
+
+@intrinsic
+def add_one(_context, address):
+    """Add 1 to the integer there; what it was before. All threads see what came before."""
+
+    def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        place = builder.inttoptr(args[0], LONG.as_pointer())
+        return builder.atomic_rmw("add", place, long(1), "seq_cst")
+
+    return types.int64(ADDRESS), write
+
+
+@intrinsic
+def look(_context, address):
+    """The integer there, as another thread left it."""
+
+    def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        place = builder.inttoptr(args[0], LONG.as_pointer())
+        return builder.load_atomic(place, "seq_cst", 8)
+
+    return types.int64(ADDRESS), write
+
+
+@intrinsic
+def put(_context, kind, address, value):
+    """Store a float32 there, rounded to the kind (to even)."""
+
+    def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        to = Writer(builder, kind)
+        if not to.is_bfloat16:
+            to.write(args[2], args[1])
+            return _context.get_dummy_value()
+        bits = builder.bitcast(args[2], _INT)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(_INT, 16)), ir.Constant(_INT, 1))
+        up = builder.add(builder.add(bits, ir.Constant(_INT, 0x7FFF)), odd)
+        half = builder.trunc(builder.lshr(up, ir.Constant(_INT, 16)), _HALF)
+        builder.store(half, builder.inttoptr(args[1], _HALF.as_pointer()), align=2)
+        return _context.get_dummy_value()
+
+    return types.void(kind, ADDRESS, types.float32), write
+
+
+@intrinsic
+def power_of_two(_context, exponent):
+    """2 ** exponent as a float32, for -126 <= exponent <= 127."""
+
+    def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        biased = builder.add(args[0], ir.Constant(_INT, 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(_INT, 23)), _FLOAT)
+
+    return types.float32(types.int32), write
+
+
+@intrinsic
+def bytes_of(_context, kind):
+    """How many bytes a value of the kind has."""
+
+    def write(_context: Any, _builder: Any, _signature: Any, _args: Any) -> Any:
+        return long(2 if kind == types.uint16 else 4)
+
+    return types.intp(kind), write

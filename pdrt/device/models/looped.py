@@ -1,0 +1,211 @@
+"""Decode steps of a dense Llama through the compiled loops, where its shape and device allow.
+
+Torch's own operators take some 60 calls a layer, and of few rows each waits for memory or for
+its threads. What is not a decode step of a few sequences stays with torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+import torch
+from torch import Tensor
+
+from pdrt.device.attention import Wave
+from pdrt.device.batch import SeqStep
+from pdrt.device.kv import Ints, KvPool
+from pdrt.device.linear import Linear
+from pdrt.device.models.blocks import FeedForward, Mlp
+from pdrt.device.shard import Shard
+from pdrt.device.weights import Progress as Told
+from pdrt.errors import ConfigError
+from pdrt.modelspec import Kernels, ModelSpec
+
+if TYPE_CHECKING:
+    from pdrt.device.jit.decode import Weights
+    from pdrt.device.jit.loops import Loops
+
+log = structlog.get_logger()
+MOST_ROWS: Final = 64  # with more, oneDNN's products are faster
+_STEP: Final = 32  # values: what widths must be a multiple of
+
+
+class Layer(Protocol):
+    """Of a Llama, as `llama.Layer`."""
+
+    @property
+    def attention_norm(self) -> Tensor: ...
+    @property
+    def qkv(self) -> Linear: ...
+    @property
+    def qk_norm(self) -> Tensor | None: ...
+    @property
+    def out(self) -> Linear: ...
+    @property
+    def mlp_norm(self) -> Tensor: ...
+    @property
+    def mlp(self) -> FeedForward: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Singles(Wave):
+    """A wave of one token each of some sequences, over block tables [sequences, blocks]."""
+
+    tables: Ints
+    ends: Ints  # the tokens' positions
+
+
+class Looped:
+    """The layers' weights as the loops want them; `forward` stands for the torch model's."""
+
+    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], loops: Loops) -> None:
+        from pdrt.device.jit.decode import Shape
+
+        self._loops = loops
+        self._shape = Shape(spec.heads, spec.kv_heads, spec.head_dim, spec.rms_norm_eps)
+        self._wide = spec.intermediate
+        self._layers = layers  # which own what the addresses lead to
+        self._weights = _weights(layers, spec.heads + spec.kv_heads)
+
+    def compile(self, head: Tensor) -> None:
+        """Takes some 20 s for the first time on a machine; later ones find it on disk."""
+        from pdrt.device.jit.decode import Pool, Rows
+
+        x, half = torch.zeros(1, head.shape[1]), torch.zeros(1, self._shape.head_dim // 2)
+        none = np.zeros((1, 1), np.int64)
+        rows = Rows(x.numpy(), half.numpy(), half.numpy(), none, none[0])
+        self._loops.decode(self._weights, self._shape, Pool(0, 0, 1), rows, self._wide)
+        self.judge(x, head)
+
+    def takes_rows(self, count: int) -> bool:
+        return count <= MOST_ROWS
+
+    def takes(self, batch: Sequence[SeqStep]) -> bool:
+        return self.takes_rows(len(batch)) and all(
+            len(step.tokens) == 1 and step.scoring is None for step in batch
+        )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, wave: Singles, pool: KvPool) -> Tensor:
+        """Hidden states for embeddings x [rows, hidden]; cosines and sines [rows, head_dim / 2].
+
+        All are float32; x becomes the hidden states.
+        """
+        from pdrt.device.jit.decode import Pool, Rows
+
+        rows = Rows(x.numpy(), cos.numpy(), sin.numpy(), wave.tables, wave.ends)
+        place = Pool(pool.address, len(self._layers), pool.block_size)
+        self._loops.decode(self._weights, self._shape, place, rows, self._wide)
+        return x
+
+    def judge(self, normed: Tensor, head: Tensor) -> Tensor:
+        """Logits, in float32."""
+        return self._loops.linear(normed, head)
+
+
+def lay_out(batch: Sequence[SeqStep], pool: KvPool) -> Singles:
+    """Of a batch that `Looped` takes."""
+    size = pool.block_size
+    ends = np.array([step.start for step in batch], np.int64)
+    tables = np.zeros((len(batch), int(ends.max()) // size + 1), np.int64)
+    for table, step in zip(tables, batch, strict=True):
+        count = step.start // size + 1
+        table[:count] = step.blocks[:count]
+    drawn = [row for row, step in enumerate(batch) if step.draw is not None]
+    nothing = torch.empty(0, dtype=torch.int64)
+    return Singles(
+        tokens=torch.tensor([step.tokens[0] for step in batch]),
+        positions=torch.from_numpy(ends),
+        cells=nothing,
+        parts=(),
+        drawn=torch.tensor(drawn, dtype=torch.int64),
+        scored=nothing,
+        tables=tables,
+        ends=ends,
+    )
+
+
+def looped(
+    shard: Shard, layers: Sequence[Layer], head: Tensor, kernels: Kernels, told: Told
+) -> Looped | None:
+    """The model's decode steps as loops, compiled; None: torch computes them.
+
+    `told` hears before and after that. Raises ConfigError when they must be compiled and cannot.
+    """
+    if kernels == "torch":
+        return None
+    problem = _problem(shard, layers, head)
+    if problem is None:
+        from pdrt.device.jit.loops import Loops
+
+        told("compile", 0, 1)
+        found = Looped(shard.spec, layers, Loops(head.dtype, torch.get_num_threads()))
+        found.compile(head)
+        told("compile", 1, 1)
+        return found
+    if kernels == "compiled":
+        raise ConfigError(f"[device] kernels = 'compiled': {problem}")
+    log.info("decode_not_compiled", why=problem)
+    return None
+
+
+def _problem(shard: Shard, layers: Sequence[Layer], head: Tensor) -> str | None:
+    """Why the loops cannot compute this model here."""
+    if not head.is_cpu:
+        return "they are for the CPU"
+    if shard.size > 1:
+        return "a tensor-parallel group sums within a layer"
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed: pip install 'pdrt[cpu]'"
+    from pdrt.device.jit.vectors import LANES
+
+    if not all(isinstance(layer.mlp, Mlp) for layer in layers):
+        return "a model with experts is not compiled"
+    spec = shard.spec
+    widths = spec.hidden, spec.heads * spec.head_dim, spec.intermediate
+    if any(width % _STEP for width in widths) or spec.head_dim % LANES:
+        return f"widths {widths} or head_dim {spec.head_dim} are not multiples of {_STEP}, {LANES}"
+    return None
+
+
+def _weights(layers: Sequence[Layer], heads: int) -> Weights:
+    from pdrt.device.jit.decode import Weights
+
+    linears = [(each.qkv, each.out, *_halves(each.mlp)) for each in layers]
+    qkv, out, gate_up, down = (
+        _floats([_or_nothing(linear.bias) for linear in column])
+        for column in zip(*linears, strict=True)
+    )
+    return Weights(
+        np.array([[linear.weight.data_ptr() for linear in row] for row in linears], np.int64),
+        _floats([each.attention_norm for each in layers]),
+        _floats([each.mlp_norm for each in layers]),
+        _floats([_norms(each, heads) for each in layers]),
+        qkv,
+        out,
+        gate_up,
+        down,
+    )
+
+
+def _halves(mlp: FeedForward) -> tuple[Linear, Linear]:
+    assert isinstance(mlp, Mlp), "see _problem"
+    return mlp.gate_up, mlp.down
+
+
+def _or_nothing(bias: Tensor | None) -> Tensor:
+    return torch.empty(0) if bias is None else bias
+
+
+def _norms(layer: Layer, heads: int) -> Tensor:
+    return torch.empty(heads, 0) if layer.qk_norm is None else layer.qk_norm
+
+
+def _floats(rows: Sequence[Tensor]) -> npt.NDArray[np.float32]:
+    found: npt.NDArray[np.float32] = torch.stack(list(rows)).float().numpy()
+    return found

@@ -1,0 +1,194 @@
+"""The compiled loops say what torch says, whatever shape they are given and on any threads."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pdrt.device.collective import Solo
+from pdrt.device.kv import DTYPES, KvPool
+from pdrt.device.models.looped import MOST_ROWS, Looped
+from pdrt.device.torchrunner import TorchRunner
+from pdrt.errors import ConfigError
+from tests.device import tiny
+from tests.device.loop import Loop
+from tests.device.tiny import Tiny
+
+pytest.importorskip("numba", reason="pdrt[cpu] is not installed")
+from pdrt.device.jit import products, tiles
+from pdrt.device.jit.crew import Crew
+from pdrt.device.jit.loops import Loops
+
+ROWS = [1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64]
+SHAPES = [(1, 32), (15, 64), (48, 32), (97, 96), (320, 64)]  # out, in
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+def _pair(dtype: torch.dtype, rows: int, out: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(rows + out)
+    x = torch.randn(rows, width, generator=random).to(dtype)
+    return x, torch.randn(out, width, generator=random).to(dtype)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_product_is_what_torch_finds(dtype: torch.dtype, threads: int) -> None:
+    compiled = Loops(dtype, threads)
+    for out, width in SHAPES:
+        for rows in ROWS:
+            x, w = _pair(dtype, rows, out, width)
+            torch.testing.assert_close(
+                compiled.linear(x, w), x.float() @ w.float().t(), atol=1e-4, rtol=1e-4
+            )
+
+
+def test_a_row_is_computed_alike_alone_and_among_others(dtype: torch.dtype) -> None:
+    """What a request is told does not depend on who else is served."""
+    compiled = Loops(dtype, 2)
+    x, w = _pair(dtype, 33, 97, 96)
+    together = compiled.linear(x, w)
+    for row in range(len(x)):
+        assert torch.equal(compiled.linear(x[row : row + 1], w)[0], together[row])
+
+
+@pytest.mark.skipif(not tiles.are_usable(), reason="this processor has no AMX")
+def test_tiles_and_vectors_agree_on_numbers_that_are_bfloat16() -> None:
+    plain = Loops(torch.bfloat16, 1, tiled=False)
+    x, w = _pair(torch.bfloat16, 17, 97, 96)
+    found = Loops(torch.bfloat16, 1).linear(x, w)
+    torch.testing.assert_close(found, plain.linear(x, w), atol=1e-4, rtol=1e-4)
+
+
+def test_torchs_own_products_are_right_after_tiles_were_borrowed() -> None:
+    """oneDNN configures a thread's tiles once, and would not see that they were changed."""
+    x, w = _pair(torch.bfloat16, 64, 128, 64)
+    before = torch.nn.functional.linear(x, w)
+    Loops(torch.bfloat16, 1).linear(x, w)
+    assert torch.equal(torch.nn.functional.linear(x, w), before)
+
+
+def test_the_exponential_is_right_and_has_no_end() -> None:
+    numbers = np.concatenate([np.linspace(-90, 90, 4001), [-np.inf, np.inf, -1e30, 1e30]])
+    for number in numbers.astype(np.float32):
+        found, bounded = products.exp(number), np.clip(number, -87, 88)
+        assert found == pytest.approx(np.exp(np.float64(bounded)), rel=4e-7)
+
+
+def test_each_thread_of_a_crew_does_its_part() -> None:
+    crew, seen, lock = Crew(4), list[int](), threading.Lock()
+    all_here = threading.Barrier(4)
+
+    def job(me: int) -> None:
+        with lock:
+            seen.append(me)
+        all_here.wait(timeout=10)
+
+    for _ in range(20):
+        crew.run(job)
+    assert sorted(seen[:4]) == [0, 1, 2, 3]
+
+
+# In a model.
+
+
+def _decoded(runner: TorchRunner) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a step of sequences of several lengths, and the pool's bytes after it."""
+    loop = Loop(runner)
+    loop.memory[:] = bytes(len(loop.memory))  # a runner clears the blocks that a step begins
+    sequences = [loop.sequence(tiny.prompt(n, seed=n), 20) for n in (1, 15, 16, 40)]
+    loop.step(sequences, chunk=64)
+    for sequence in sequences:
+        sequence.history[-1] = 5  # the same, whatever was drawn
+    batch = [sequence.step(64) for sequence in sequences]
+    with torch.inference_mode():
+        pool = KvPool(memoryview(loop.memory), 128, runner.layout, "cpu", mirrored=False)
+        wave = runner.model.lay_out(batch, pool)
+        hidden = runner.model.forward(wave, pool, Solo())
+        logits = runner.model.logits(hidden[wave.drawn], Solo())
+    assert logits is not None
+    kv = torch.frombuffer(loop.memory, dtype=DTYPES[runner.layout.dtype]).float()
+    return logits, kv.nan_to_num(0.0)
+
+
+BIASED_AND_NORMED = ["llama_mha_biased", "qwen2", "qwen3", "llama3_rope"]
+
+
+@pytest.mark.parametrize("name", BIASED_AND_NORMED)
+def test_a_step_has_the_logits_and_leaves_the_kv_that_torch_has(
+    tiny_model: Callable[[str], Tiny], name: str
+) -> None:
+    directory, _ = tiny_model(name)
+    ours = _decoded(tiny.runner(directory, kernels="compiled"))
+    torchs = _decoded(tiny.runner(directory, kernels="torch"))
+    for found, wanted in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", BIASED_AND_NORMED)
+def test_bfloat16_is_as_near_to_float32_as_torchs(
+    tiny_model: Callable[[str], Tiny], name: str
+) -> None:
+    directory, _ = tiny_model(name)
+    exact = _decoded(tiny.runner(directory, kernels="torch"))
+    ours = _decoded(tiny.runner(directory, "bfloat16", kernels="compiled"))
+    torchs = _decoded(tiny.runner(directory, "bfloat16", kernels="torch"))
+    for right, found, other in zip(exact, ours, torchs, strict=True):
+        assert (found - right).abs().mean() <= 1.1 * (other - right).abs().mean()
+
+
+def test_decode_steps_are_compiled_and_others_are_torchs(
+    tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = list[int]()
+
+    def noted(self: Looped, *args: Any) -> torch.Tensor:
+        sizes.append(len(args[0]))
+        return forward(self, *args)
+
+    forward = Looped.forward
+    monkeypatch.setattr(Looped, "forward", noted)
+    loop = Loop(tiny.runner(tiny_model("llama")[0]), blocks=256)
+    few = [loop.sequence(tiny.prompt(3), 8) for _ in range(2)]
+    loop.run(few, 3)  # a prompt, and two steps
+    assert sizes == [2, 2]
+    many = [loop.sequence(tiny.prompt(3), 8) for _ in range(MOST_ROWS + 1)]
+    loop.run(many, 2)
+    assert sizes == [2, 2], "too many for the loops"
+    loop.step([few[0], loop.sequence(tiny.prompt(9), 8)], chunk=4)
+    assert sizes == [2, 2], "with a chunk of a prompt"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "narrow"])
+def test_what_cannot_be_compiled_is_said_when_it_was_asked_for(
+    tmp_path: Path, tiny_model: Callable[[str], Tiny], name: str
+) -> None:
+    if name == "narrow":
+        shape = tiny.SHAPE | {"head_dim": 10}
+        LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
+    directory = tmp_path if name == "narrow" else tiny_model(name)[0]
+    with pytest.raises(ConfigError, match="kernels = 'compiled'"):
+        tiny.runner(directory, kernels="compiled")
+    tiny.runner(directory)  # auto: on torch
+
+
+def test_without_numba_torch_computes_and_who_asks_for_more_hears_what_to_install(
+    tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, oracle = tiny_model("llama")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    prompt = tiny.prompt(9)
+    assert Loop(tiny.runner(directory)).answer(prompt, 4) == tiny.answer(oracle, prompt, 4)
+    with pytest.raises(ConfigError, match="numba is not installed"):
+        tiny.runner(directory, kernels="compiled")
