@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,6 @@ from torch import Tensor
 from pdrt.device.linear import Linear
 from pdrt.device.shard import Run, Shard
 from pdrt.device.weights import Checkpoint
-
-T = TypeVar("T")
 
 
 class FeedForward(Protocol):
@@ -66,19 +64,6 @@ class Reader:
                 self.weights.copy(f"{at}{name}.bias", offsets[part], (run,))
             first += len(run)
         return Linear(weight, offsets)
-
-
-def packed(part: T) -> T:
-    """A part of a model whose matrices will not be changed any more."""
-    if isinstance(part, Linear):
-        part.pack()
-    elif is_dataclass(part):
-        for each in fields(part):
-            packed(getattr(part, each.name))
-    elif isinstance(part, tuple):
-        for each in part:
-            packed(each)
-    return part
 
 
 def mlp(shard: Shard, read: Reader, at: str, wide: Run) -> Mlp:

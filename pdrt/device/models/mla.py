@@ -21,7 +21,7 @@ from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
 from pdrt.device.latent import LatentLayouts, Up
 from pdrt.device.linear import Linear
-from pdrt.device.models.blocks import FeedForward, Reader, packed, rms_norm
+from pdrt.device.models.blocks import FeedForward, Reader, rms_norm
 from pdrt.device.models.experts import feed_forward
 from pdrt.device.models.vocabulary import Vocabulary, vocabulary
 from pdrt.device.rope import frequencies, rotate_
@@ -121,7 +121,7 @@ def load(shard: Shard, weights: Checkpoint, dtype: torch.dtype, device: str) -> 
     words = vocabulary(shard, read)
     layers, ups = list[Layer](), list[Up]()
     for number in range(spec.layers):
-        layers.append(packed(_layer(shard, read, number)))
+        layers.append(_layer(shard, read, number))
         ups.append(_up(shard, read, f"model.layers.{number}.self_attn."))
     norm = read.tensor("model.norm.weight", spec.hidden)
     weights.finish()
