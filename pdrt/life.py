@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from aiohttp import ClientSession
 
-from pdrt import duties, garbage, messages, parts
+from pdrt import duties, footprint, garbage, messages, parts
 from pdrt.data.events import TransferEvent
 from pdrt.data.process import this_process
 from pdrt.devicethread import DeviceThread, Load
@@ -95,6 +95,7 @@ class Life:
                 )
             )
         garbage.settle_for_steps()
+        footprint.give_back()
         tasks.create_task(garbage.sweep(lambda: stats().rooms))
         tasks.create_task(duties.report(self.link.tell, stats, self.news))
 
