@@ -164,7 +164,7 @@ def _model(config: NodeConfig, cache: Path) -> Iterator[tuple[Finding, int]]:
             return
         path = str(demo.directory(cache))
     try:
-        spec = ModelSpec.read(path, config.model.max_model_len, config.model.backend)
+        spec = ModelSpec.of(config.model.model_copy(update={"path": path}))
     except PdrtError as error:
         yield wrong(f"model: {error}", "name another directory in [model] path"), 0
         return
@@ -367,6 +367,7 @@ def _devices() -> Iterator[Finding]:
         yield wrong("device: torch is not installed", "pip install torch")
     else:
         yield fine("device: cpu")
+        yield _compiled()
     for kind, module, node in (
         ("cuda", "torch", "/dev/nvidiactl"),
         ("npu", "torch_npu", "/dev/davinci_manager"),
@@ -375,6 +376,13 @@ def _devices() -> Iterator[Finding]:
             yield note(f"device: {kind} is there; pdrt's {kind} path is not verified on hardware")
         else:
             yield note(f"device: no {kind} on this host (and not verified on hardware)")
+
+
+def _compiled() -> Finding:
+    if importlib.util.find_spec("numba") is None:
+        says = "device: decode steps on the CPU run on torch, at half the speed or less"
+        return note(says, "pip install 'pdrt[cpu]' for compiled ones")
+    return fine("device: decode steps of dense models on the CPU are compiled")
 
 
 def show(findings: Iterator[Finding], console: Console) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import socket
@@ -350,6 +351,20 @@ def test_hardware_that_was_never_tried_is_said_to_be_so(tmp_path: Path) -> None:
     lines = [each.what for each in look(tmp_path, "")]
     assert sum("not verified on hardware" in line for line in lines) >= 2
     assert any("cuda" in line and "not verified" in line for line in lines)
+
+
+@pytest.mark.parametrize("has_numba", [True, False])
+def test_who_computes_decode_steps_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_numba: bool
+) -> None:
+    find = importlib.util.find_spec
+    there = find("math") if has_numba else None
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: there if name == "numba" else find(name)
+    )
+    (line,) = (each for each in look(tmp_path, "") if "decode steps" in each.what)
+    assert line.verdict is (Verdict.FINE if has_numba else Verdict.NOTE)
+    assert has_numba or "pdrt[cpu]" in line.advice
 
 
 def test_an_address_of_another_host_is_not_what_is_tried(tmp_path: Path) -> None:
