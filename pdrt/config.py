@@ -50,11 +50,16 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: Annotated[int, Field(ge=0)] = 0  # 0: the model's own limit
     backend: Literal["auto", "native", "transformers"] = "auto"  # auto: native where there is one
+    quantize: Literal["none", "int8"] = "none"  # how matrices are held: int8 halves bfloat16
+
+
+Cores = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
 
 
 class DeviceSection(Section):
     kind: Literal["auto", "cpu", "cuda", "npu", "null"] = "auto"
     threads: Annotated[int, Field(ge=0)] = 0  # 0: an equal share of the cores for each worker
+    cores: Cores = ()  # to which this node's workers are pinned, each to its share
     kernels: Literal["auto", "compiled", "torch"] = "auto"  # of decode steps on the CPU
     step_ms: Annotated[float, Field(ge=0)] = 0.0  # null device: how long a step takes
     token_ms: Annotated[float, Field(ge=0)] = 0.0  # null device: and each prompt token in it

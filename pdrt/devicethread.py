@@ -15,6 +15,7 @@ from pdrt.config import NodeConfig
 from pdrt.data.memory import PoolMemory
 from pdrt.device.backends import Progress, open_runner, retraction_of
 from pdrt.device.batch import Drawn, Runner, SeqStep
+from pdrt.device.cores import pin
 from pdrt.device.moves import Moves
 from pdrt.device.places import Rendezvous
 from pdrt.device.poolsize import host_bytes, pool_blocks
@@ -61,6 +62,7 @@ class DeviceThread:
     async def _load_all(self) -> None:
         config, size = self._spec.config, 1 + len(self._spec.followers)
         self.max_len = ModelSpec.of(config.model).max_model_len
+        await self.run(pin, config, self._spec.place)
         self.runner = await self.run(self._load, config, self._progress, self._spec.member, size)
         self.memory = await self.run(self._make_memory)
         self.spare = await self.run(self._make_spare)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pdrt.config import DisaggConfig, NodeConfig, Role
 from pdrt.errors import BadMessage
-from pdrt.grid import group_size, member_of, node_of, rank_of
+from pdrt.grid import group_size, member_of, node_of, number_of, rank_of
 from pdrt.keys import ClusterKey
 from pdrt.messages import Rank
 
@@ -54,6 +54,12 @@ class WorkerSpec(BaseModel):
     def member(self) -> int:
         """Our number in our group."""
         return member_of(self.config.parallel, self.rank)
+
+    @property
+    def place(self) -> int:
+        """Our number on our node."""
+        parallel = self.config.parallel
+        return number_of(parallel, self.rank) % parallel.devices_per_node
 
     @property
     def followers(self) -> range:

@@ -23,8 +23,9 @@ from pdrt.bench.facts import machine_facts
 from pdrt.bench.limits import Clock, Probe, Rates, Work
 from pdrt.bench.shell import Report, write_points
 from pdrt.config import NodeConfig
-from pdrt.device.backends import open_runner, threads_of
+from pdrt.device.backends import open_runner
 from pdrt.device.batch import Draw, Runner, SeqStep
+from pdrt.device.cores import threads_of
 from pdrt.device.kv import DTYPES
 from pdrt.errors import ConfigError
 from pdrt.messages import Sampling

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from pdrt.config import NodeConfig
 from pdrt.device.batch import Runner
+from pdrt.device.cores import threads_of
 from pdrt.device.null import NullRunner
 from pdrt.device.shard import Shard
 from pdrt.device.slices import Context
@@ -50,6 +50,7 @@ def open_runner(config: NodeConfig, progress: Progress, rank: int = 0, size: int
         progress=progress,
         context=context,
         kernels=config.device.kernels if context.size == 1 else "torch",
+        quantize=config.model.quantize,
     )
 
 
@@ -84,9 +85,3 @@ def retraction_of(config: NodeConfig) -> Retraction:
     if asked != "auto":
         return asked
     return "copy" if device_kind(config) in ("cuda", "npu") else "reprefill"
-
-
-def threads_of(config: NodeConfig) -> int:
-    """Compute threads of one worker: as configured, else its share of the usable cores."""
-    cores = len(os.sched_getaffinity(0))
-    return config.device.threads or max(1, cores // config.parallel.devices_per_node)

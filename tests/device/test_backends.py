@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from pdrt.config import NodeConfig
-from pdrt.device.backends import device_kind, open_runner, threads_of
+from pdrt.device.backends import device_kind, open_runner
 from pdrt.device.null import NullRunner
 from pdrt.errors import ConfigError
 from tests.device import tiny
@@ -83,11 +82,3 @@ def test_cuda_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_npu_that_is_not_installed_is_refused_with_how_to_get_it() -> None:
     with pytest.raises(ConfigError, match="pip install torch-npu"):
         open_runner(config(device={"kind": "npu"}), quiet)
-
-
-def test_workers_share_the_cores_unless_told_otherwise() -> None:
-    cores = len(os.sched_getaffinity(0))
-    node: dict[str, object] = {"world_size": 2, "dp": 2, "devices_per_node": 2}
-    assert threads_of(config()) == cores
-    assert threads_of(config(parallel=node)) == max(1, cores // 2)
-    assert threads_of(config(parallel=node, device={"threads": 7})) == 7
