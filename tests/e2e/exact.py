@@ -134,7 +134,7 @@ class Judge:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.wrong: list[str] = []
-        self.ties: list[str] = []
+        self.ties: dict[tuple[int, ...], str] = {}  # by what was read before
 
     def hear(self, said: Iterable[Said], at_once: int = 16) -> None:
         """What several paths said alike is read once."""
@@ -171,7 +171,10 @@ class Judge:
         gap = float(row[wanted] - row[one.ids[at]])
         what = f"{one.ids[at]} for {wanted}, gap {gap:.2g}, at {at} of {one}"
         is_tie = one.sampling.temperature == 0 and 0 <= gap < TIE
-        (self.ties if is_tie else self.wrong).append(what)
+        if is_tie:
+            self.ties[*one.prompt, *one.ids[:at]] = what
+        else:
+            self.wrong.append(what)
 
     def _weigh_odds(self, one: Said, rows: Tensor) -> None:
         assert one.odds is not None
@@ -185,7 +188,7 @@ class Judge:
 
     def verdict(self) -> None:
         assert not self.wrong, f"{len(self.wrong)} wrong:\n" + "\n".join(self.wrong[:8])
-        assert len(self.ties) <= 1, self.ties
+        assert len(self.ties) <= 1, "\n".join(self.ties.values())
 
 
 def _error(odds: dict[str, Any], row: Tensor) -> float:

@@ -83,7 +83,7 @@ async def all_running(*clusters: Cluster) -> AsyncIterator[None]:
 
 
 async def try_each_path(oracle: Any, vocab: int, seed: int, *clusters: Cluster) -> None:
-    """The same 64 questions on each path, then all of them again, warm: nothing changes."""
+    """The same 64 questions on each path, then all of them again, warm: judged alike."""
     from tests.e2e import exact
 
     judge = exact.Judge(oracle)
@@ -94,8 +94,7 @@ async def try_each_path(oracle: Any, vocab: int, seed: int, *clusters: Cluster) 
         await cluster.post("/generate", exact.Question(first, {"temperature": 0}).body, url)
         await cluster.until_baseline(30.0)
         heard[name] = await exact.ask(cluster, url, path, questions)
-        warm = await exact.ask(cluster, url, path, again)
-        assert [one.ids for one in warm] == [one.ids for one in heard[name]], name
+        heard[f"{name}, warm"] = await exact.ask(cluster, url, path, again)
         await cluster.until_baseline(30.0)
     await asyncio.to_thread(judge.hear, chain(*heard.values()))
     judge.verdict()
