@@ -28,8 +28,9 @@ def with_model(settings: NodeConfig) -> NodeConfig:
                 f"[model] path: {path} holds no config.json: name the directory of a Hugging Face"
                 " model, `demo` for the demo model, or `null` for none"
             )
-    ModelSpec.read(path, settings.model.max_model_len, settings.model.backend)
-    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
+    model = settings.model.model_copy(update={"path": path})
+    ModelSpec.of(model)
+    return settings.model_copy(update={"model": model})
 
 
 def demo_model_directory() -> Path:

@@ -128,6 +128,9 @@ def unpack_odds(data: bytes, rows: int) -> list[tuple[float, Top]]:
 class KvLayout:
     """Shape of one KV block of one rank; both ends of a transfer must agree on all but `kv_heads`.
 
+    And on `quantize`, which is no part of the shape: with other weights on one side the blocks
+    would fit, and answers would be those of neither.
+
     A block is one contiguous run of bytes, [kv_heads, layers, 2 (k, v), block_size, head_dim]
     of `dtype`: each kv head's part of a block is contiguous, so that unequal tensor
     parallelism moves whole runs. A latent block (MLA) is [1, layers, 1, block_size, head_dim]
@@ -141,6 +144,7 @@ class KvLayout:
     head_dim: Annotated[int, Field(ge=1, le=65536)]
     kind: Literal["heads", "latent"] = "heads"
     total_kv_heads: Annotated[int, Field(ge=0, le=4096)] = 0  # the model's; 0: all are here
+    quantize: Literal["none", "int8"] = "none"  # of the weights that compute it
 
     @property
     def model_kv_heads(self) -> int:

@@ -23,6 +23,7 @@ Dtype: TypeAlias = Literal["float32", "bfloat16", "float16", "uint8"]
 Kernels: TypeAlias = Literal["auto", "compiled", "torch"]
 RopeKind: TypeAlias = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 Backend: TypeAlias = Literal["auto", "native", "transformers"]
+Quantize: TypeAlias = Literal["none", "int8"]
 NULL_PATH: Final = "null"
 
 
@@ -102,8 +103,10 @@ class ModelSpec:
 
     @staticmethod
     def of(model: ModelSection) -> ModelSpec:
-        """The configured one. Raises ConfigError as `read` does."""
-        return ModelSpec.read(model.path, model.max_model_len, model.backend)
+        """The configured one. Raises ConfigError as `read` and `check_quantize` do."""
+        spec = ModelSpec.read(model.path, model.max_model_len, model.backend)
+        spec.check_quantize(model.quantize)
+        return spec
 
     @staticmethod
     def read(path: str | Path, max_model_len: int = 0, backend: Backend = "auto") -> ModelSpec:
@@ -124,6 +127,23 @@ class ModelSpec:
                 return _foreign(fields, max_model_len)
             case "auto":
                 return _either(fields, max_model_len)
+
+    def check_quantize(self, quantize: Quantize) -> None:
+        """Raises ConfigError when this model's matrices cannot be held so."""
+        if quantize == "none":
+            return
+        problem = "is computed through transformers" if self.backend == "transformers" else ""
+        if self.dtype == "uint8":
+            problem = "has no weights"
+        elif self.latent is not None:
+            problem = "has latent attention"
+        elif self.experts is not None:
+            problem = "has experts"
+        if problem:
+            raise ConfigError(
+                f"[model] quantize = {quantize!r}: is for dense models of the Llama family and its"
+                f" kin; {self.architecture} {problem}"
+            )
 
     def check_tp(self, size: int, path: str = "") -> None:
         """Raises ConfigError when `size` tensor-parallel ranks cannot share this model evenly."""

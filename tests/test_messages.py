@@ -319,6 +319,7 @@ def test_every_field_of_a_layout_is_compared() -> None:
         {"head_dim": 1},
         {"kind": "latent"},
         {"total_kv_heads": 6},
+        {"quantize": "int8"},
     ]
     assert {name for change in changes for name in change} == set(KvLayout.__dataclass_fields__)
     for change in changes:

@@ -6,6 +6,7 @@ Verified on the CPU. cuda and npu run the same code over a mirrored pool and are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +26,7 @@ from pdrt.device.slices import Context
 from pdrt.device.weights import Progress
 from pdrt.errors import ConfigError
 from pdrt.messages import KvLayout
-from pdrt.modelspec import Dtype, Kernels, ModelSpec
+from pdrt.modelspec import Dtype, Kernels, ModelSpec, Quantize
 
 _ALONE: Final = Context()
 
@@ -119,13 +120,14 @@ def load(  # noqa: PLR0913 - each is a choice of its own
     progress: Progress,
     context: Context = _ALONE,
     kernels: Kernels = "auto",
+    quantize: Quantize = "none",
 ) -> TorchRunner:
     """A runner with its weights. Raises ConfigError when they, or the device, are not there."""
     _check_device(device)
     name = _dtype(shard.spec, dtype)
     with torch.inference_mode():
-        model = registry.load(Path(path), shard, DTYPES[name], device, progress, kernels)
-    layout = model.shard.layout(block_size, name)
+        model = registry.load(Path(path), shard, DTYPES[name], device, progress, kernels, quantize)
+    layout = replace(model.shard.layout(block_size, name), quantize=quantize)
     return TorchRunner(model, layout, device, mirrored=device != "cpu", context=context)
 
 

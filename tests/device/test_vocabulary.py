@@ -86,4 +86,4 @@ def test_a_group_embeds_and_judges_as_one_rank_does(
 
 def test_tied_rows_are_in_memory_once(tmp_path: Path) -> None:
     tied = opened(tmp_path, Shard(saved(tmp_path, 40, tied=True), 1, 2))
-    assert tied.head.data_ptr() == tied.embedding.data_ptr()
+    assert tied.head.weight.data_ptr() == tied.embedding.data_ptr()

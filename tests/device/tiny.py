@@ -23,7 +23,7 @@ from transformers import (
 from pdrt.device import torchrunner
 from pdrt.device.shard import Shard
 from pdrt.device.torchrunner import TorchRunner
-from pdrt.modelspec import Kernels, ModelSpec
+from pdrt.modelspec import Kernels, ModelSpec, Quantize
 from tests.device.loop import Loop
 
 VOCAB: Final = 320
@@ -185,7 +185,11 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def runner(
-    directory: Path, dtype: str = "float32", block_size: int = 16, kernels: Kernels = "auto"
+    directory: Path,
+    dtype: str = "float32",
+    block_size: int = 16,
+    kernels: Kernels = "auto",
+    quantize: Quantize = "none",
 ) -> TorchRunner:
     """Ours, of the model that was saved there."""
     return torchrunner.load(
@@ -196,6 +200,7 @@ def runner(
         block_size=block_size,
         progress=lambda _stage, _done, _total: None,
         kernels=kernels,
+        quantize=quantize,
     )
 
 

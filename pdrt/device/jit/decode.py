@@ -28,6 +28,10 @@ class Weights(NamedTuple):
     out_bias: Any
     gate_up_bias: Any
     down_bias: Any
+    qkv_scale: Any  # of matrices in int8: float32 [layers, rows or 0], as the next ones
+    out_scale: Any
+    gate_up_scale: Any
+    down_scale: Any
 
 
 class Shape(NamedTuple):
@@ -190,27 +194,32 @@ def _attend(kind, me, scratch, phase, rows, layer, weights, shape, pool):
 
 
 @loop()
-def decode(kind, tiled, me, threads, weights, shape, pool, rows, scratch):
-    """All layers of a step in which each row is one token of a sequence."""
+def decode(kind, pool_kind, tiled, me, threads, weights, shape, pool, rows, scratch):
+    """All layers of a step in which each row is one token of a sequence.
+
+    Matrices are of the kind, the pool of its own.
+    """
     normed, x, attended, hidden = scratch.normed[me], rows.x, scratch.attended, scratch.hidden
     if tiled:
         borrow_tiles(scratch, me)
     for layer in range(pool.layers):
         qkv, out, gate_up, down = weights.matrices[layer]
-        biases = weights.qkv_bias[layer], weights.out_bias[layer], weights.down_bias[layer]
         at = layer * PHASES
         _norm(x, weights.attention_norm[layer], shape.eps, normed)
-        add_linear(kind, tiled, me, scratch, at, normed, qkv, biases[0], scratch.qkv, False)
+        scale, bias = weights.qkv_scale[layer], weights.qkv_bias[layer]
+        add_linear(kind, tiled, me, scratch, at, normed, qkv, scale, bias, scratch.qkv, False)
         meet(scratch, threads, at + 1)
-        _attend(kind, me, scratch, at + 1, rows, layer, weights, shape, pool)
+        _attend(pool_kind, me, scratch, at + 1, rows, layer, weights, shape, pool)
         meet(scratch, threads, at + 2)
-        add_linear(kind, tiled, me, scratch, at + 2, attended, out, biases[1], x, True)
+        scale, bias = weights.out_scale[layer], weights.out_bias[layer]
+        add_linear(kind, tiled, me, scratch, at + 2, attended, out, scale, bias, x, True)
         meet(scratch, threads, at + 3)
         _norm(x, weights.mlp_norm[layer], shape.eps, normed)
-        bias = weights.gate_up_bias[layer]
-        gated(kind, tiled, me, scratch, at + 3, normed, gate_up, bias, hidden)
+        scale, bias = weights.gate_up_scale[layer], weights.gate_up_bias[layer]
+        gated(kind, tiled, me, scratch, at + 3, normed, gate_up, scale, bias, hidden)
         meet(scratch, threads, at + 4)
-        add_linear(kind, tiled, me, scratch, at + 4, hidden, down, biases[2], x, True)
+        scale, bias = weights.down_scale[layer], weights.down_bias[layer]
+        add_linear(kind, tiled, me, scratch, at + 4, hidden, down, scale, bias, x, True)
         meet(scratch, threads, at + 5)
     if tiled:
         load_tiles(scratch.tiles[me, 1].ctypes.data)

@@ -20,16 +20,26 @@ from pdrt.device.jit.products import PORTION, Scratch
 from pdrt.device.jit.tiles import TILE
 
 Floats = npt.NDArray[np.float32]
-KINDS: Final = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-_NO_BIAS: Final = np.zeros(0, np.float32)
+KINDS: Final[dict[torch.dtype, np.generic]] = {
+    torch.float32: np.float32(0),
+    torch.bfloat16: np.uint16(0),
+    torch.int8: np.int8(0),
+}
+_NOTHING: Final = np.zeros(0, np.float32)
 
 
 class Loops:
-    """For matrices of one dtype, float32 or bfloat16, on `threads` threads."""
+    """For a pool and matrices of one dtype, float32 or bfloat16, on `threads` threads.
 
-    def __init__(self, dtype: torch.dtype, threads: int, *, tiled: bool = True) -> None:
-        """`tiled`: bfloat16 goes through AMX where there is one."""
-        self._kind = KINDS[dtype]
+    Matrices may be in int8 instead; what they multiply is rounded as with those of the dtype.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, threads: int, *, tiled: bool = True, quantized: bool = False
+    ) -> None:
+        """`tiled`: bfloat16 goes through AMX where there is one. `quantized`: in int8."""
+        self._pool_kind = KINDS[dtype]
+        self._kind = KINDS[torch.int8] if quantized else self._pool_kind
         self._is_tiled = tiled and dtype is torch.bfloat16 and tiles.are_usable()
         self._crew = Crew(threads)
         self._tiles = _configurations(threads)
@@ -45,7 +55,8 @@ class Loops:
         count, hidden = rows.x.shape
         tokens = rows.tables.shape[1] * pool.size
         q, kv, threads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, self.threads
-        scratch = self._scratch(PHASES * pool.layers, count, max(hidden, q, wide))._replace(
+        widest = max(hidden, q, wide)
+        scratch = self._scratch(self._kind, PHASES * pool.layers, count, widest)._replace(
             normed=self._floats("normed", threads, count, hidden),
             qkv=self._floats("qkv", count, q + 2 * kv),
             attended=self._floats("attended", count, q),
@@ -53,34 +64,36 @@ class Loops:
             scores=self._floats("scores", threads, group * tokens),
             shares=self._floats("shares", threads, group, tokens),
         )
-        fixed = self._kind, self._is_tiled
+        fixed = self._kind, self._pool_kind, self._is_tiled
         self._crew.run(
             lambda me: decode.decode(*fixed, me, threads, weights, shape, pool, rows, scratch)
         )
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [rows, in] times weight [out, in] transposed, in float32."""
+    def linear(self, x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+        """x [rows, in] times weight [out, in] transposed, in float32; a scale a row of int8."""
         out, wide = torch.empty(x.shape[0], weight.shape[0]), x.float().contiguous().numpy()
-        scratch, fixed = self._scratch(1, *x.shape), (self._kind, self._is_tiled)
-        matrix, found, threads = weight.data_ptr(), out.numpy(), self.threads
-        self._crew.run(
-            lambda me: products.linear(*fixed, me, threads, wide, matrix, _NO_BIAS, found, scratch)
-        )
+        kind = KINDS[weight.dtype]
+        scratch, fixed = self._scratch(kind, 1, *x.shape), (kind, self._is_tiled)
+        scales = _NOTHING if scale is None else scale.numpy()
+        given = wide, weight.data_ptr(), scales, _NOTHING, out.numpy(), scratch
+        self._crew.run(lambda me: products.linear(*fixed, me, self.threads, *given))
         return out
 
     @property
     def threads(self) -> int:
         return self._crew.size
 
-    def _scratch(self, phases: int, rows: int, width: int) -> Scratch:
-        """What every call needs, for x [rows, width]."""
+    def _scratch(self, kind: np.generic, phases: int, rows: int, width: int) -> Scratch:
+        """What every call needs, for x [rows, width] and matrices of the kind."""
         threads, padded = self.threads, -(-rows // TILE) * TILE
-        packed = self._floats("packed", threads, padded * width // 2 if self._is_tiled else 0)
+        deep = width // 2 if self._is_tiled else 0
+        packed = self._floats("packed", threads, padded * deep)
         nothing = np.zeros((threads, 0, 0), np.float32)
         return Scratch(
             sync=self._sync(phases),
             tiles=self._tiles,
             packed=packed.view(np.uint32),
+            wide=self._floats("wide", threads, PORTION * deep if kind.itemsize == 1 else 0),
             portion=self._floats("portion", threads, 2, PORTION, padded),
             normed=nothing,
             qkv=nothing[0],

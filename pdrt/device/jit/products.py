@@ -2,7 +2,8 @@
 
 A thread whose core is busy elsewhere holds nobody up: what is left of its share the others take.
 Between two phases all meet. `kind` tells the matrix's type as in `vectors`; `tiled` says that AMX
-multiplies it, of which `scratch.packed` holds what it needs.
+multiplies it, of which `scratch.packed` holds what it needs. A matrix in int8 has a float32 scale
+a row, which multiplies the sums; for others there are none.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from numba import types
 
 from pdrt.device.jit.compiled import loop
-from pdrt.device.jit.tiles import TILE, load_tiles, save_tiles, tile_dots
+from pdrt.device.jit.tiles import DEEP, TILE, load_tiles, save_tiles, tile_dots, widen
 from pdrt.device.jit.vectors import MANY, add_one, bytes_of, dots, look, power_of_two
 
 PORTION: Final = 48  # rows of a matrix in a portion: a multiple of each tile's
@@ -29,6 +30,7 @@ class Scratch(NamedTuple):
     sync: Any  # int64: how many have met, then the tickets of each phase and thread
     tiles: Any  # uint8 [threads, 2, 64]: the tiles' configuration, and where another's is kept
     packed: Any  # uint32 [threads, ...]: rows as tiles multiply them
+    wide: Any  # float32 [threads, PORTION * width / 2]: bfloat16 for tiles, of matrices in int8
     portion: Any  # float32 [threads, 2, PORTION, rows up to a multiple of TILE]
     normed: Any  # float32 [threads, rows, hidden]
     qkv: Any  # float32 [rows, (heads + 2 * kv_heads) * head_dim]
@@ -109,7 +111,7 @@ def product(kind, rows, x, w, width, n, out, apart):
 
 
 @loop()
-def _pack(x, out):
+def _pack(kind, x, out):
     """Rows of x in bfloat16 [groups of TILE rows, width / 2, TILE, 2 values], as pairs in uint32.
 
     What stands in place of rows that x does not have stays as it is.
@@ -119,7 +121,11 @@ def _pack(x, out):
     for row in range(x.shape[0]):
         group, column = divmod(row, TILE)
         for pair in range(pairs):
-            low, high = bits[row, 2 * pair], bits[row, 2 * pair + 1]
+            first, second = 2 * pair, 2 * pair + 1
+            if bytes_of(kind) == 1:  # as `widen` leaves w
+                first = pair // TILE * DEEP + pair % TILE
+                second = first + TILE
+            low, high = bits[row, first], bits[row, second]
             low += np.uint32(0x7FFF) + ((low >> np.uint32(16)) & np.uint32(1))
             high += np.uint32(0x7FFF) + ((high >> np.uint32(16)) & np.uint32(1))
             out[(group * pairs + pair) * TILE + column] = (low >> np.uint32(16)) | (
@@ -163,7 +169,12 @@ def _portion(kind, tiled, me, scratch, number, x, w, first, n):
     done = 0
     if tiled:
         packed, groups = scratch.packed[me].ctypes.data, (rows + TILE - 1) // TILE
-        done = _tiled(groups, packed, start, width, n, to, apart)
+        bfloat16 = start
+        if bytes_of(kind) == 1:
+            bfloat16 = scratch.wide[me].ctypes.data
+            if n >= TILE:
+                widen(start, n // TILE * TILE * width, bfloat16)
+        done = _tiled(groups, packed, bfloat16, width, n, to, apart)
     if done < n:
         start += done * width * bytes_of(kind)
         product(kind, rows, x.ctypes.data, start, width, n - done, to + 4 * done * apart, apart)
@@ -179,11 +190,11 @@ def borrow_tiles(scratch, me):
 
 
 @loop(fastmath={"contract"})
-def add_linear(kind, tiled, me, scratch, phase, x, w, bias, out, adds):
-    """out = x w^T + bias, or out += that, in portions that threads share."""
+def add_linear(kind, tiled, me, scratch, phase, x, w, scale, bias, out, adds):
+    """out = scale * x w^T + bias, or out += that, in portions that threads share."""
     rows, total = out.shape
     if tiled:
-        _pack(x, scratch.packed[me])
+        _pack(kind, x, scratch.packed[me])
     portions = (total + PORTION - 1) // PORTION
     while True:
         first = next_of(scratch, phase, me, portions) * PORTION
@@ -194,6 +205,8 @@ def add_linear(kind, tiled, me, scratch, phase, x, w, bias, out, adds):
         for row in range(rows):
             for i in range(n):
                 value = found[i, row]
+                if scale.shape[0]:
+                    value *= scale[first + i]
                 if bias.shape[0]:
                     value += bias[first + i]
                 if adds:
@@ -202,11 +215,11 @@ def add_linear(kind, tiled, me, scratch, phase, x, w, bias, out, adds):
 
 
 @loop(fastmath={"contract"})
-def gated(kind, tiled, me, scratch, phase, x, w, bias, out):
+def gated(kind, tiled, me, scratch, phase, x, w, scale, bias, out):
     """out = silu(gate) * up; of w [2 * n, width] the gate is the first half."""
     rows, total = out.shape
     if tiled:
-        _pack(x, scratch.packed[me])
+        _pack(kind, x, scratch.packed[me])
     portions = (total + PORTION - 1) // PORTION
     while True:
         first = next_of(scratch, phase, me, portions) * PORTION
@@ -218,6 +231,9 @@ def gated(kind, tiled, me, scratch, phase, x, w, bias, out):
         for row in range(rows):
             for i in range(n):
                 gate, up = gates[i, row], ups[i, row]
+                if scale.shape[0]:
+                    gate *= scale[first + i]
+                    up *= scale[total + first + i]
                 if bias.shape[0]:
                     gate += bias[first + i]
                     up += bias[total + first + i]
@@ -225,11 +241,11 @@ def gated(kind, tiled, me, scratch, phase, x, w, bias, out):
 
 
 @loop()
-def linear(kind, tiled, me, threads, x, matrix, bias, out, scratch):
-    """out [rows, n] = x [rows, width] w^T + bias, all float32 but w, which is of the kind."""
+def linear(kind, tiled, me, threads, x, matrix, scale, bias, out, scratch):
+    """out [rows, n] = scale * x [rows, width] w^T + bias, all float32 but w, of the kind."""
     if tiled:
         borrow_tiles(scratch, me)
-    add_linear(kind, tiled, me, scratch, 0, x, matrix, bias, out, False)
+    add_linear(kind, tiled, me, scratch, 0, x, matrix, scale, bias, out, False)
     if tiled:
         load_tiles(scratch.tiles[me, 1].ctypes.data)
     meet(scratch, threads, 1)

@@ -3,6 +3,9 @@
 Weights are a tile as they lie in memory, 16 rows of 32 values; of the activations (`pack`) two
 values that follow each other in a row stand side by side. A tile that is multiplied is 16 rows of
 x deep whether they are there or not, so a product is the same for a row alone and among others.
+
+Weights in int8, all of which bfloat16 holds exactly, are widened first, a portion at a time. What
+stands side by side then is a value and the one 16 further on, since that takes half as long.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from pdrt.device.jit.vectors import ADDRESS, BYTE, FEATURES, Writer, long
+from pdrt.device.jit.vectors import ADDRESS, AHEAD, BYTE, FEATURES, LANES, Writer, long
 
 TILE: Final = 16
 DEEP: Final = 32  # values of a row that one instruction multiplies
@@ -73,6 +76,29 @@ def tile_dots(_context, down, across, x, w, width, out, apart):
         return _context.get_dummy_value()
 
     return types.void(down, across, *(ADDRESS,) * 5), write
+
+
+@intrinsic
+def widen(_context, w, count, out):
+    """int8 w [count] as bfloat16 in `out`, of each DEEP values 0, 16, 1, 17, .. in this order."""
+
+    def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        w, count, out = args
+        to = Writer(builder, types.int8)
+
+        def step(at: Any, _: list[Any]) -> list[Any]:
+            here = builder.add(w, at)
+            to.prefetch(builder.add(here, long(AHEAD)), near=2)
+            for part in range(0, TILE, LANES):
+                firsts, seconds = (to.values(builder.add(here, long(part + i))) for i in (0, TILE))
+                there = builder.add(to.at(out, at, 2), long(4 * part))
+                to.write(to.pairs(firsts, seconds), there)
+            return []
+
+        to.loop(count, DEEP, [], step)
+        return _context.get_dummy_value()
+
+    return types.void(*(ADDRESS,) * 3), write
 
 
 def _amx(to: Writer, name: str, *args: Any) -> None:

@@ -4,9 +4,9 @@ LLVM's own vectoriser keeps one row's sums in registers. Weights are read once f
 so here a tile of sums (rows of x by rows of w) stays there. What comes `AHEAD` in w is brought to
 the second-level cache: hardware stops at each page of 4 KiB, which costs a third of the bandwidth.
 
-Addresses are plain integers and rows lie `width` values apart. Matrices are float32, or bfloat16
-in the form of uint16; the first argument `kind` is any number of the one or the other type. All
-sums are float32. A sum's order depends on its row alone, not on how many rows are computed.
+Addresses are plain integers and rows lie `width` values apart. Matrices are float32, bfloat16
+in the form of uint16, or int8; the first argument `kind` is any number of that type. All sums are
+float32. A sum's order depends on its row alone, not on how many rows are computed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ AHEAD: Final = 16 << 10  # bytes
 
 BYTE, _HALF, _INT, LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT: Final = ir.FloatType()
-_FLOATS, _HALVES, _INTS = (ir.VectorType(each, LANES) for each in (_FLOAT, _HALF, _INT))
+_FLOATS, _INTS, _HALVES, _CHARS = (
+    ir.VectorType(each, LANES) for each in (_FLOAT, _INT, _HALF, BYTE)
+)
 _ZEROS: Final = ir.Constant(_FLOATS, [0.0] * LANES)
 ADDRESS: Final = types.intp
+_BYTES: Final = {types.float32: 4, types.uint16: 2, types.int8: 1}
 
 
 class Writer:
     """Writes loads and sums into a function that numba builds."""
 
     def __init__(self, builder: Any, kind: Any) -> None:
-        self.b, self.is_bfloat16 = builder, kind == types.uint16
-        self.bytes = 2 if self.is_bfloat16 else 4
+        self.b, self.kind, self.bytes = builder, kind, _BYTES[kind]
 
     def call(self, name: str, returns: Any, *args: Any) -> Any:
         signature = ir.FunctionType(returns, [each.type for each in args])
@@ -49,17 +51,25 @@ class Writer:
         return self.b.add(base, self.b.mul(index, long(size)))
 
     def read(self, kind: Any, address: Any) -> Any:
-        return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=2)
+        return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=min(2, self.bytes))
 
     def floats(self, address: Any) -> Any:
         return self.read(_FLOATS, address)
 
     def values(self, address: Any) -> Any:
         """A vector of the matrix, widened to float32."""
-        if not self.is_bfloat16:
+        if self.kind == types.float32:
             return self.floats(address)
+        if self.kind == types.int8:
+            wide = self.b.sext(self.read(_CHARS, address), _INTS)
+            return self.b.sitofp(wide, _FLOATS)
         wide = self.b.zext(self.read(_HALVES, address), _INTS)
         return self.b.bitcast(self.b.shl(wide, ir.Constant(_INTS, [16] * LANES)), _FLOATS)
+
+    def pairs(self, firsts: Any, seconds: Any) -> Any:
+        """Of floats that are bfloat16: as such, one of each side by side, in 32 bits."""
+        lows = self.b.lshr(self.b.bitcast(firsts, _INTS), ir.Constant(_INTS, [16] * LANES))
+        return self.b.or_(lows, self.b.bitcast(seconds, _INTS))
 
     def write(self, value: Any, address: Any) -> None:
         self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()), align=4)
@@ -239,11 +249,11 @@ def look(_context, address):
 
 @intrinsic
 def put(_context, kind, address, value):
-    """Store a float32 there, rounded to the kind (to even)."""
+    """Store a float32 there, rounded (to even) to the kind: float32 or bfloat16."""
 
     def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         to = Writer(builder, kind)
-        if not to.is_bfloat16:
+        if to.kind == types.float32:
             to.write(args[2], args[1])
             return _context.get_dummy_value()
         bits = builder.bitcast(args[2], _INT)
@@ -272,6 +282,6 @@ def bytes_of(_context, kind):
     """How many bytes a value of the kind has."""
 
     def write(_context: Any, _builder: Any, _signature: Any, _args: Any) -> Any:
-        return long(2 if kind == types.uint16 else 4)
+        return long(_BYTES[kind])
 
     return types.intp(kind), write

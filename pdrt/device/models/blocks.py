@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdrt.device.linear import Linear
+from pdrt.device.quantized import Matrix, Quantizer
 from pdrt.device.shard import Run, Shard
 from pdrt.device.weights import Checkpoint
+from pdrt.modelspec import Quantize
 
 
 class FeedForward(Protocol):
@@ -26,8 +28,8 @@ class FeedForward(Protocol):
 class Mlp:
     """Gate and up matrices are one."""
 
-    gate_up: Linear
-    down: Linear
+    gate_up: Matrix
+    down: Matrix
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -35,10 +37,13 @@ class Mlp:
 
 
 class Reader:
-    """Makes tensors of one dtype on one device out of a checkpoint."""
+    """Makes tensors of one dtype on one device out of a checkpoint, and matrices, maybe in int8."""
 
-    def __init__(self, weights: Checkpoint, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, weights: Checkpoint, dtype: torch.dtype, device: str, quantize: Quantize = "none"
+    ) -> None:
         self.weights, self._dtype, self._device = weights, dtype, device
+        self._quantizer = Quantizer(weights, device) if quantize == "int8" else None
 
     def in_dtype(self, dtype: torch.dtype) -> Reader:
         return Reader(self.weights, dtype, self._device)
@@ -51,19 +56,36 @@ class Reader:
         self.weights.copy(name, out)
         return out
 
-    def fused(self, at: str, rows: dict[str, Run], columns: Run, *, bias: bool = False) -> Linear:
+    def fused(self, at: str, rows: dict[str, Run], columns: Run, *, bias: bool = False) -> Matrix:
         """The shard's parts of the matrices named in `rows`, one below the other."""
         total = sum(map(len, rows.values()))
-        weight = self.empty(total, len(columns))
         offsets = self.empty(total) if bias else None
+        if offsets is not None:
+            self._fill(offsets, {f"{at}{name}.bias": run for name, run in rows.items()})
+        parts = {f"{at}{name}.weight": run for name, run in rows.items()}
+        return self.matrix(parts, columns, total, offsets)
+
+    def matrix(
+        self, parts: dict[str, Run], columns: Run, rows: int, bias: Tensor | None = None
+    ) -> Matrix:
+        """The rows of these tensors one below the other, then zeros up to `rows` in all."""
+        if self._quantizer is not None:
+            return self._quantizer.read(parts, columns, rows, bias)
+        return Linear(self.table(parts, columns, rows), bias)
+
+    def table(self, parts: dict[str, Run], columns: Run, rows: int) -> Tensor:
+        """As `matrix`, never in int8."""
+        weight = self.empty(rows, len(columns))
+        weight[self._fill(weight, parts, columns) :] = 0
+        return weight
+
+    def _fill(self, out: Tensor, parts: dict[str, Run], *columns: Run) -> int:
+        """With the rows of these tensors; how many."""
         first = 0
-        for name, run in rows.items():
-            part = slice(first, first + len(run))
-            self.weights.copy(f"{at}{name}.weight", weight[part], (run, columns))
-            if offsets is not None:
-                self.weights.copy(f"{at}{name}.bias", offsets[part], (run,))
+        for name, run in parts.items():
+            self.weights.copy(name, out[first : first + len(run)], (run, *columns))
             first += len(run)
-        return Linear(weight, offsets)
+        return first
 
 
 def mlp(shard: Shard, read: Reader, at: str, wide: Run) -> Mlp:

@@ -20,24 +20,24 @@ from pdrt.device.attention import KvLayouts, Wave, lay_out
 from pdrt.device.batch import SeqStep
 from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
-from pdrt.device.linear import Linear
 from pdrt.device.models.blocks import FeedForward, Reader, rms_norm
 from pdrt.device.models.experts import feed_forward
 from pdrt.device.models.looped import Looped, Singles, looped
 from pdrt.device.models.looped import lay_out as singles
 from pdrt.device.models.vocabulary import Vocabulary, vocabulary
+from pdrt.device.quantized import Matrix
 from pdrt.device.rope import frequencies, rotate_
 from pdrt.device.shard import Run, Shard
 from pdrt.device.weights import Checkpoint
-from pdrt.modelspec import Kernels
+from pdrt.modelspec import Kernels, Quantize
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     attention_norm: Tensor
-    qkv: Linear
+    qkv: Matrix
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]
-    out: Linear
+    out: Matrix
     mlp_norm: Tensor
     mlp: FeedForward
 
@@ -106,15 +106,20 @@ class Llama:
 
 
 def load(
-    shard: Shard, weights: Checkpoint, dtype: torch.dtype, device: str, kernels: Kernels = "torch"
+    shard: Shard,
+    weights: Checkpoint,
+    dtype: torch.dtype,
+    device: str,
+    kernels: Kernels = "torch",
+    quantize: Quantize = "none",
 ) -> Llama:
     """Read the shard's weights. Raises ConfigError when they do not fit the spec."""
-    spec, read = shard.spec, Reader(weights, dtype, device)
+    spec, read = shard.spec, Reader(weights, dtype, device, quantize)
     words = vocabulary(shard, read)
     layers = [_layer(shard, read, i) for i in range(spec.layers)]
     norm = read.tensor("model.norm.weight", spec.hidden)
     weights.finish()
-    decoding = looped(shard, layers, words.head, kernels, weights.progress)
+    decoding = looped(shard, layers, words.head, dtype, kernels, weights.progress)
     return Llama(shard, words, layers, norm, decoding)
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from pdrt.device.attention import Wave
 from pdrt.device.batch import SeqStep
 from pdrt.device.kv import Ints, KvPool
-from pdrt.device.linear import Linear
 from pdrt.device.models.blocks import FeedForward, Mlp
+from pdrt.device.quantized import Matrix, QuantizedLinear
 from pdrt.device.shard import Shard
 from pdrt.device.weights import Progress as Told
 from pdrt.errors import ConfigError
@@ -42,11 +42,11 @@ class Layer(Protocol):
     @property
     def attention_norm(self) -> Tensor: ...
     @property
-    def qkv(self) -> Linear: ...
+    def qkv(self) -> Matrix: ...
     @property
     def qk_norm(self) -> Tensor | None: ...
     @property
-    def out(self) -> Linear: ...
+    def out(self) -> Matrix: ...
     @property
     def mlp_norm(self) -> Tensor: ...
     @property
@@ -73,11 +73,11 @@ class Looped:
         self._layers = layers  # which own what the addresses lead to
         self._weights = _weights(layers, spec.heads + spec.kv_heads)
 
-    def compile(self, head: Tensor) -> None:
+    def compile(self, head: Matrix) -> None:
         """Takes some 20 s for the first time on a machine; later ones find it on disk."""
         from pdrt.device.jit.decode import Pool, Rows
 
-        x, half = torch.zeros(1, head.shape[1]), torch.zeros(1, self._shape.head_dim // 2)
+        x, half = torch.zeros(1, head.weight.shape[1]), torch.zeros(1, self._shape.head_dim // 2)
         none = np.zeros((1, 1), np.int64)
         rows = Rows(x.numpy(), half.numpy(), half.numpy(), none, none[0])
         self._loops.decode(self._weights, self._shape, Pool(0, 0, 1), rows, self._wide)
@@ -103,9 +103,9 @@ class Looped:
         self._loops.decode(self._weights, self._shape, place, rows, self._wide)
         return x
 
-    def judge(self, normed: Tensor, head: Tensor) -> Tensor:
+    def judge(self, normed: Tensor, head: Matrix) -> Tensor:
         """Logits, in float32."""
-        return self._loops.linear(normed, head)
+        return self._loops.linear(normed, head.weight, _scale(head))
 
 
 def lay_out(batch: Sequence[SeqStep], pool: KvPool) -> Singles:
@@ -131,20 +131,28 @@ def lay_out(batch: Sequence[SeqStep], pool: KvPool) -> Singles:
 
 
 def looped(
-    shard: Shard, layers: Sequence[Layer], head: Tensor, kernels: Kernels, told: Told
+    shard: Shard,
+    layers: Sequence[Layer],
+    head: Matrix,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    told: Told,
 ) -> Looped | None:
     """The model's decode steps as loops, compiled; None: torch computes them.
 
-    `told` hears before and after that. Raises ConfigError when they must be compiled and cannot.
+    The dtype is that of the pool. `told` hears before and after that. Raises ConfigError when
+    they must be compiled and cannot.
     """
     if kernels == "torch":
         return None
-    problem = _problem(shard, layers, head)
+    problem = _problem(shard, layers, head.weight)
     if problem is None:
         from pdrt.device.jit.loops import Loops
 
         told("compile", 0, 1)
-        found = Looped(shard.spec, layers, Loops(head.dtype, torch.get_num_threads()))
+        is_quantized = any(isinstance(layer.qkv, QuantizedLinear) for layer in layers)
+        loops = Loops(dtype, torch.get_num_threads(), quantized=is_quantized)
+        found = Looped(shard.spec, layers, loops)
         found.compile(head)
         told("compile", 1, 1)
         return found
@@ -177,29 +185,30 @@ def _weights(layers: Sequence[Layer], heads: int) -> Weights:
     from pdrt.device.jit.decode import Weights
 
     linears = [(each.qkv, each.out, *_halves(each.mlp)) for each in layers]
-    qkv, out, gate_up, down = (
-        _floats([_or_nothing(linear.bias) for linear in column])
-        for column in zip(*linears, strict=True)
-    )
+    columns = list(zip(*linears, strict=True))
+    biases = (_floats([_or_nothing(each.bias) for each in column]) for column in columns)
+    scales = (_floats([_or_nothing(_scale(each)) for each in column]) for column in columns)
     return Weights(
         np.array([[linear.weight.data_ptr() for linear in row] for row in linears], np.int64),
         _floats([each.attention_norm for each in layers]),
         _floats([each.mlp_norm for each in layers]),
         _floats([_norms(each, heads) for each in layers]),
-        qkv,
-        out,
-        gate_up,
-        down,
+        *biases,
+        *scales,
     )
 
 
-def _halves(mlp: FeedForward) -> tuple[Linear, Linear]:
+def _halves(mlp: FeedForward) -> tuple[Matrix, Matrix]:
     assert isinstance(mlp, Mlp), "see _problem"
     return mlp.gate_up, mlp.down
 
 
-def _or_nothing(bias: Tensor | None) -> Tensor:
-    return torch.empty(0) if bias is None else bias
+def _scale(matrix: Matrix) -> Tensor | None:
+    return matrix.scale if isinstance(matrix, QuantizedLinear) else None
+
+
+def _or_nothing(rows: Tensor | None) -> Tensor:
+    return torch.empty(0) if rows is None else rows
 
 
 def _norms(layer: Layer, heads: int) -> Tensor:

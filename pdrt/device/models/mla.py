@@ -20,10 +20,10 @@ from pdrt.device.batch import SeqStep
 from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
 from pdrt.device.latent import LatentLayouts, Up
-from pdrt.device.linear import Linear
 from pdrt.device.models.blocks import FeedForward, Reader, rms_norm
 from pdrt.device.models.experts import feed_forward
 from pdrt.device.models.vocabulary import Vocabulary, vocabulary
+from pdrt.device.quantized import Matrix
 from pdrt.device.rope import frequencies, rotate_
 from pdrt.device.shard import Run, Shard
 from pdrt.device.weights import Checkpoint
@@ -35,11 +35,11 @@ LATENT_EPS: Final = 1e-6  # of the norms between down and up, whatever rms_norm_
 @dataclass(frozen=True, slots=True)
 class Layer:
     attention_norm: Tensor
-    down: Linear  # queries, compressed where `q_up` is, and the latent
+    down: Matrix  # queries, compressed where `q_up` is, and the latent
     q_norm: Tensor | None
-    q_up: Linear | None
+    q_up: Matrix | None
     kv_norm: Tensor
-    out: Linear
+    out: Matrix
     mlp_norm: Tensor
     mlp: FeedForward
 
@@ -148,7 +148,7 @@ def _layer(shard: Shard, read: Reader, number: int) -> Layer:
     )
 
 
-def _projections(shard: Shard, read: Reader, at: str) -> tuple[Linear, Linear | None]:
+def _projections(shard: Shard, read: Reader, at: str) -> tuple[Matrix, Matrix | None]:
     """From hidden states to queries and latents, and from compressed queries to queries."""
     latent, hidden = latent_of(shard.spec), Run.all_of(shard.spec.hidden)
     heads = shard.heads * (latent.nope_dim + latent.rope_dim)

@@ -15,7 +15,7 @@ from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
 from pdrt.device.shard import Shard
 from pdrt.device.weights import Checkpoint, Progress
-from pdrt.modelspec import Kernels, ModelSpec
+from pdrt.modelspec import Kernels, ModelSpec, Quantize
 
 
 class Model(Protocol):
@@ -40,18 +40,20 @@ class Model(Protocol):
         ...
 
 
-def load(
+def load(  # noqa: PLR0913 - each is a choice of its own
     path: Path,
     shard: Shard,
     dtype: torch.dtype,
     device: str,
     progress: Progress,
     kernels: Kernels = "auto",
+    quantize: Quantize = "none",
 ) -> Model:
     """The model in a directory. Raises ConfigError when its weights do not fit its spec.
 
     A family's module is imported only when it is used.
     """
+    shard.spec.check_quantize(quantize)
     if shard.spec.backend == "transformers":
         from pdrt.device.models import foreign
 
@@ -62,4 +64,4 @@ def load(
         return mla.load(shard, Checkpoint(path, progress), dtype, device)
     from pdrt.device.models import llama
 
-    return llama.load(shard, Checkpoint(path, progress), dtype, device, kernels)
+    return llama.load(shard, Checkpoint(path, progress), dtype, device, kernels, quantize)

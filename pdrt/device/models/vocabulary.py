@@ -14,15 +14,15 @@ from torch import Tensor
 from pdrt.device.collective import Collective
 from pdrt.device.linear import Linear
 from pdrt.device.models.blocks import Reader
+from pdrt.device.quantized import Matrix
 from pdrt.device.shard import Run, Shard
 
 
 class Vocabulary:
     """`embedding` and `head` are [rows, hidden], as many rows on each rank; tied, they are one."""
 
-    def __init__(self, shard: Shard, embedding: Tensor, head: Tensor) -> None:
-        self._shard, self.embedding = shard, embedding
-        self._judge = Linear(head)
+    def __init__(self, shard: Shard, embedding: Tensor, head: Matrix) -> None:
+        self._shard, self.embedding, self.head = shard, embedding, head
 
     @property
     def dtype(self) -> torch.dtype:
@@ -31,10 +31,6 @@ class Vocabulary:
     @property
     def device(self) -> torch.device:
         return self.embedding.device
-
-    @property
-    def head(self) -> Tensor:
-        return self._judge.weight
 
     def embed(self, tokens: Tensor, group: Collective) -> Tensor:
         """[tokens, hidden], the same on every rank."""
@@ -47,7 +43,7 @@ class Vocabulary:
 
     def logits(self, normed: Tensor, group: Collective) -> Tensor | None:
         """[rows, vocab] in float32 for rows of normed hidden states, on the first rank."""
-        parts = group.gather(self._judge(normed))
+        parts = group.gather(self.head(normed))
         if parts is None:
             return None
         found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -55,15 +51,10 @@ class Vocabulary:
 
 
 def vocabulary(shard: Shard, read: Reader) -> Vocabulary:
-    embedding = _rows(shard, read, "model.embed_tokens.weight")
-    head = embedding if shard.spec.tied else _rows(shard, read, "lm_head.weight")
-    return Vocabulary(shard, embedding, head)
-
-
-def _rows(shard: Shard, read: Reader, name: str) -> Tensor:
-    """The shard's rows, padded with zeros to as many as the first rank has."""
-    hidden, own = shard.spec.hidden, shard.vocab
-    rows = read.empty(-(-shard.spec.vocab // shard.size), hidden)
-    read.weights.copy(name, rows[: len(own)], (own, Run.all_of(hidden)))
-    rows[len(own) :].zero_()
-    return rows
+    """The shard's rows of both, padded with zeros to as many as the first rank has."""
+    hidden, own = Run.all_of(shard.spec.hidden), shard.vocab
+    rows = -(-shard.spec.vocab // shard.size)
+    embedding = read.table({"model.embed_tokens.weight": own}, hidden, rows)
+    if shard.spec.tied:
+        return Vocabulary(shard, embedding, Linear(embedding))
+    return Vocabulary(shard, embedding, read.matrix({"lm_head.weight": own}, hidden, rows))
