@@ -66,16 +66,18 @@ class Chunk:
             keys, values = kv.transpose(0, 1).chunk(2)
         else:
             keys, values = pool.read(layer, self.strips)[:, 0, :, : self.mask.shape[1]]
-        kv_heads, group = keys.shape[0], heads // keys.shape[0]
-        grouped = q.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        if not q.is_cpu:  # there no fused kernel takes grouped heads together with a mask
+            copies = heads // keys.shape[0]
+            keys, values = (each.repeat_interleave(copies, 0) for each in (keys, values))
         out = F.scaled_dot_product_attention(
-            grouped,
-            keys.unsqueeze(1).expand(-1, group, -1, -1),
-            values.unsqueeze(1).expand(-1, group, -1, -1),
+            q.transpose(0, 1)[None],
+            keys[None],
+            values[None],
             self.mask,
             is_causal=self.mask is None,
+            enable_gqa=q.is_cpu,
         )
-        return out.permute(2, 0, 1, 3).reshape(rows, heads * head_dim)
+        return out[0].transpose(0, 1).reshape(rows, heads * head_dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from pdrt.device import odds, sampler
+from pdrt.device.allocator import keep_freed
 from pdrt.device.batch import Drawn, SeqStep
 from pdrt.device.collective import Solo, join_both
 from pdrt.device.context import Asked, Groups, SharedPool, compute, places
@@ -125,6 +126,8 @@ def load(  # noqa: PLR0913 - each is a choice of its own
     """A runner with its weights. Raises ConfigError when they, or the device, are not there."""
     _check_device(device)
     name = _dtype(shard.spec, dtype)
+    if device == "cpu":
+        keep_freed()
     with torch.inference_mode():
         model = registry.load(Path(path), shard, DTYPES[name], device, progress, kernels, quantize)
     layout = replace(model.shard.layout(block_size, name), quantize=quantize)
