@@ -1,4 +1,4 @@
-"""What every worker does until it ends: tell its figures, hold its lease, watch its group."""
+"""What every worker does until it ends: tell its figures, hold its lease, watch its group, tidy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Final, NoReturn, TypeVar
 import structlog
 from aiohttp import ClientSession
 
-from pdrt import parts
+from pdrt import footprint, parts
 from pdrt.control.bootstrap_client import keep_registered
 from pdrt.data.memory import PoolMemory
+from pdrt.devicethread import DeviceThread
 from pdrt.errors import PeerLost
 from pdrt.link import Link
 from pdrt.messages import Stats
@@ -22,6 +23,7 @@ from pdrt.spawn import WorkerSpec
 _STATS_S: Final = 0.5  # the supervisor takes 1.8 s of silence for the end
 _STATS_LEAST_S: Final = 0.05
 _TOLD_TOO_S: Final = 0.25
+_TRIM_S: Final = 2.0
 In = TypeVar("In")
 Out = TypeVar("Out")
 
@@ -37,6 +39,13 @@ async def report(
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STATS_S - _STATS_LEAST_S):
                 await news.wait()
+
+
+async def trim(device: DeviceThread) -> NoReturn:
+    """Between steps, so that none waits for malloc's locks in its middle."""
+    while True:
+        await asyncio.sleep(_TRIM_S)
+        await device.run(footprint.trim)
 
 
 async def stay_registered(

@@ -97,6 +97,7 @@ class Life:
         garbage.settle_for_steps()
         footprint.give_back()
         tasks.create_task(garbage.sweep(lambda: stats().rooms))
+        tasks.create_task(duties.trim(self.device))
         tasks.create_task(duties.report(self.link.tell, stats, self.news))
 
     def _ready(self) -> messages.Ready:

@@ -78,17 +78,17 @@ async def does_not_grow(cluster: Cluster, warm: int, count: int) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.xfail(reason="380 MB: torch alone is 223, of loading 43 stay in the allocator")
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
 async def test_a_worker_holds_weights_once_its_kv_and_little_else(
-    tmp_path: Path, dtype: str, itemsize: int
+    tmp_path: Path, dtype: str, itemsize: int, kernels: str
 ) -> None:
     from pdrt.bench import random_model
 
     model = random_model.prepared(tmp_path, "llama-100m", random_model.LLAMA_100M)
     tables: Tables = {
         "model": {"path": str(model), "dtype": dtype},
-        "device": {"kind": "cpu", "threads": 1},
+        "device": {"kind": "cpu", "threads": 1, "kernels": kernels},
         "scheduler": {"kv_memory": KV},
         **PATIENT,
     }
@@ -98,10 +98,15 @@ async def test_a_worker_holds_weights_once_its_kv_and_little_else(
         await load(cluster, 6, long_request)  # a few whole chunks, and all together
         pid = await cluster.worker_pid("hybrid0")
         allowed = PARAMETERS * itemsize + KV + BESIDES
-        now, most = psutil.Process(pid).memory_info().rss, most_resident(pid)
-    figures = f"{now / MB:.0f} MB, at most {most / MB:.0f}, allowed {allowed / MB:.0f}"
-    print(f"\n{dtype}: {figures}")  # noqa: T201 - a figure
-    assert now <= allowed
+        process = psutil.Process(pid)
+        before, most = process.memory_info().rss, most_resident(pid)
+
+        async def is_little() -> bool:
+            return process.memory_info().rss <= allowed
+
+        figures = f"{before / MB:.0f} MB, at most {most / MB:.0f}, allowed {allowed / MB:.0f}"
+        print(f"\n{dtype}, {kernels}: {figures}")  # noqa: T201 - a figure
+        await cluster.until(is_little, "freed memory is given back", 10.0)
 
 
 def most_resident(pid: int) -> int:
