@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -346,6 +346,11 @@ class DisaggConfig(Section):
             is_store_creator_node=role == "prefill" and place.instance == 0 and place.is_leader,
             local_ip=config.parallel.local_ip,
         )
+
+
+def process_environ() -> MutableMapping[str, str]:
+    """Ours, to be changed before a library that reads it is loaded."""
+    return os.environ
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:

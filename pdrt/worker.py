@@ -25,6 +25,7 @@ import uvloop
 import zmq.asyncio
 
 from pdrt import footprint, messages, parts, telemetry
+from pdrt.config import process_environ
 from pdrt.data.events import TransferEvent
 from pdrt.device.backends import open_runner
 from pdrt.device.batch import Drawn
@@ -304,7 +305,7 @@ def main() -> NoReturn:
     log = spec.config.log
     telemetry.configure(log.level, log.format, process=spec.role, worker=str(spec.rank))
     allow_all()
-    footprint.limit_caches(os.environ)
+    footprint.limit_caches(process_environ())
     sys.setswitchinterval(0.001)  # the loop must not wait 5 ms for the device thread's Python
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     code = runner.run(serve(spec))
