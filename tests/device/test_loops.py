@@ -63,6 +63,33 @@ def test_a_row_is_computed_alike_alone_and_among_others(dtype: torch.dtype) -> N
         assert torch.equal(compiled.linear(x[row : row + 1], w)[0], together[row])
 
 
+def _in_int8(out: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(out)
+    w = torch.randint(-127, 128, (out, width), generator=random, dtype=torch.int8)
+    return w, torch.rand(out, generator=random)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_product_with_int8_is_what_torch_finds_with_what_it_stands_for(
+    dtype: torch.dtype, threads: int
+) -> None:
+    compiled = Loops(dtype, threads, quantized=True)
+    for out, width in SHAPES:
+        w, scale = _in_int8(out, width)
+        for rows in ROWS:
+            x, _ = _pair(dtype, rows, out, width)
+            wanted = x.float() @ (w * scale[:, None]).t()
+            torch.testing.assert_close(compiled.linear(x, w, scale), wanted, atol=2e-3, rtol=1e-4)
+
+
+def test_a_row_times_int8_is_computed_alike_alone_and_among_others(dtype: torch.dtype) -> None:
+    compiled = Loops(dtype, 2, quantized=True)
+    x, _ = _pair(dtype, 33, 97, 96)
+    together = compiled.linear(x, *_in_int8(97, 96))
+    for row in range(len(x)):
+        assert torch.equal(compiled.linear(x[row : row + 1], *_in_int8(97, 96))[0], together[row])
+
+
 @pytest.mark.skipif(not tiles.are_usable(), reason="this processor has no AMX")
 def test_tiles_and_vectors_agree_on_numbers_that_are_bfloat16() -> None:
     plain = Loops(torch.bfloat16, 1, tiled=False)

@@ -25,6 +25,7 @@ KINDS: Final[dict[torch.dtype, np.generic]] = {
     torch.bfloat16: np.uint16(0),
     torch.int8: np.int8(0),
 }
+_LINE: Final = 64  # bytes
 _NOTHING: Final = np.zeros(0, np.float32)
 
 
@@ -43,6 +44,7 @@ class Loops:
         self._is_tiled = tiled and dtype is torch.bfloat16 and tiles.are_usable()
         self._crew = Crew(threads)
         self._tiles = _configurations(threads)
+        self._room = _aligned(threads, tiles.ROOM)
         self._syncs = [np.zeros(1, np.int64), np.zeros(1, np.int64)]
         self._memory: dict[str, Floats] = {}
 
@@ -56,7 +58,7 @@ class Loops:
         tokens = rows.tables.shape[1] * pool.size
         q, kv, threads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, self.threads
         widest = max(hidden, q, wide)
-        scratch = self._scratch(self._kind, PHASES * pool.layers, count, widest)._replace(
+        scratch = self._scratch(PHASES * pool.layers, count, widest)._replace(
             normed=self._floats("normed", threads, count, hidden),
             qkv=self._floats("qkv", count, q + 2 * kv),
             attended=self._floats("attended", count, q),
@@ -73,7 +75,7 @@ class Loops:
         """x [rows, in] times weight [out, in] transposed, in float32; a scale a row of int8."""
         out, wide = torch.empty(x.shape[0], weight.shape[0]), x.float().contiguous().numpy()
         kind = KINDS[weight.dtype]
-        scratch, fixed = self._scratch(kind, 1, *x.shape), (kind, self._is_tiled)
+        scratch, fixed = self._scratch(1, *x.shape), (kind, self._is_tiled)
         scales = _NOTHING if scale is None else scale.numpy()
         given = wide, weight.data_ptr(), scales, _NOTHING, out.numpy(), scratch
         self._crew.run(lambda me: products.linear(*fixed, me, self.threads, *given))
@@ -83,8 +85,8 @@ class Loops:
     def threads(self) -> int:
         return self._crew.size
 
-    def _scratch(self, kind: np.generic, phases: int, rows: int, width: int) -> Scratch:
-        """What every call needs, for x [rows, width] and matrices of the kind."""
+    def _scratch(self, phases: int, rows: int, width: int) -> Scratch:
+        """What every call needs, for x [rows, width]"""
         threads, padded = self.threads, -(-rows // TILE) * TILE
         deep = width // 2 if self._is_tiled else 0
         packed = self._floats("packed", threads, padded * deep)
@@ -93,7 +95,7 @@ class Loops:
             sync=self._sync(phases),
             tiles=self._tiles,
             packed=packed.view(np.uint32),
-            wide=self._floats("wide", threads, PORTION * deep if kind.itemsize == 1 else 0),
+            room=self._room,
             portion=self._floats("portion", threads, 2, PORTION, padded),
             normed=nothing,
             qkv=nothing[0],
@@ -115,8 +117,15 @@ class Loops:
         """Memory that is used again, with whatever the last call left there."""
         size = math.prod(shape)
         if name not in self._memory or self._memory[name].size < size:
-            self._memory[name] = np.empty(size + size // 4, np.float32)
+            self._memory[name] = _aligned(4 * (size + size // 4)).view(np.float32)
         return self._memory[name][:size].reshape(shape)
+
+
+def _aligned(*shape: int) -> npt.NDArray[np.uint8]:
+    """To lines of the cache: a vector that lies in two of them takes twice as long."""
+    memory = np.empty(math.prod(shape) + _LINE, np.uint8)
+    first = -memory.ctypes.data % _LINE
+    return memory[first : first + math.prod(shape)].reshape(shape)
 
 
 def _configurations(threads: int) -> npt.NDArray[np.uint8]:

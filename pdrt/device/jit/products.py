@@ -14,7 +14,7 @@ import numpy as np
 from numba import types
 
 from pdrt.device.jit.compiled import loop
-from pdrt.device.jit.tiles import DEEP, TILE, load_tiles, save_tiles, tile_dots, widen
+from pdrt.device.jit.tiles import DEEP, TILE, load_tiles, save_tiles, tile_dots
 from pdrt.device.jit.vectors import MANY, add_one, bytes_of, dots, look, power_of_two
 
 PORTION: Final = 48  # rows of a matrix in a portion: a multiple of each tile's
@@ -30,7 +30,7 @@ class Scratch(NamedTuple):
     sync: Any  # int64: how many have met, then the tickets of each phase and thread
     tiles: Any  # uint8 [threads, 2, 64]: the tiles' configuration, and where another's is kept
     packed: Any  # uint32 [threads, ...]: rows as tiles multiply them
-    wide: Any  # float32 [threads, PORTION * width / 2]: bfloat16 for tiles, of matrices in int8
+    room: Any  # uint8 [threads, tiles.ROOM]
     portion: Any  # float32 [threads, 2, PORTION, rows up to a multiple of TILE]
     normed: Any  # float32 [threads, rows, hidden]
     qkv: Any  # float32 [rows, (heads + 2 * kv_heads) * head_dim]
@@ -122,7 +122,7 @@ def _pack(kind, x, out):
         group, column = divmod(row, TILE)
         for pair in range(pairs):
             first, second = 2 * pair, 2 * pair + 1
-            if bytes_of(kind) == 1:  # as `widen` leaves w
+            if bytes_of(kind) == 1:  # as tiles widen w
                 first = pair // TILE * DEEP + pair % TILE
                 second = first + TILE
             low, high = bits[row, first], bits[row, second]
@@ -134,26 +134,26 @@ def _pack(kind, x, out):
 
 
 @loop()
-def _tiled(groups, x, w, width, n, out, apart):
+def _tiled(kind, groups, x, w, width, n, out, apart, room):
     """As many of the rows of w as tiles can do; how many."""
     done = 0
     while n - done >= TILE:
         some = 3 if n - done >= 3 * TILE else 1
-        at, to = w + 2 * done * width, out + 4 * done * apart
+        at, to = w + done * width * bytes_of(kind), out + 4 * done * apart
         group = 0
         while group < groups:
             here, there = x + 2 * group * TILE * width, to + 4 * group * TILE
             if groups - group >= 2:
                 if some == 3:
-                    tile_dots(3, 2, here, at, width, there, apart)
+                    tile_dots(kind, 3, 2, here, at, width, there, apart, room)
                 else:
-                    tile_dots(1, 2, here, at, width, there, apart)
+                    tile_dots(kind, 1, 2, here, at, width, there, apart, room)
                 group += 2
             else:
                 if some == 3:
-                    tile_dots(3, 1, here, at, width, there, apart)
+                    tile_dots(kind, 3, 1, here, at, width, there, apart, room)
                 else:
-                    tile_dots(1, 1, here, at, width, there, apart)
+                    tile_dots(kind, 1, 1, here, at, width, there, apart, room)
                 group += 1
         done += some * TILE
     return done
@@ -169,12 +169,8 @@ def _portion(kind, tiled, me, scratch, number, x, w, first, n):
     done = 0
     if tiled:
         packed, groups = scratch.packed[me].ctypes.data, (rows + TILE - 1) // TILE
-        bfloat16 = start
-        if bytes_of(kind) == 1:
-            bfloat16 = scratch.wide[me].ctypes.data
-            if n >= TILE:
-                widen(start, n // TILE * TILE * width, bfloat16)
-        done = _tiled(groups, packed, bfloat16, width, n, to, apart)
+        room = scratch.room[me].ctypes.data
+        done = _tiled(kind, groups, packed, start, width, n, to, apart, room)
     if done < n:
         start += done * width * bytes_of(kind)
         product(kind, rows, x.ctypes.data, start, width, n - done, to + 4 * done * apart, apart)
