@@ -146,7 +146,12 @@ def bench_engine(
         str, typer.Option(help="A model's directory, or llama-100m or tiny: random ones made here.")
     ] = "llama-100m",
     dtype: Annotated[str, typer.Option(help="A list.")] = "float32,bfloat16",
+    quantize: Annotated[str, typer.Option(help="int8: matrices are held so.")] = "none",
     threads: Annotated[int, typer.Option(min=0, help="0: all cores.")] = 0,
+    accuracy: Annotated[
+        bool,
+        typer.Option("--accuracy", help="Instead: how far bfloat16 and int8 are from float32."),
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few rounds: a first look.")] = False,
     peer: Annotated[str, typer.Option(help="transformers: measure it too, in turns.")] = "",
     json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
@@ -164,10 +169,17 @@ def bench_engine(
         raise ConfigError(f"--peer {peer!r}: transformers is the one that there is")
     if model in NAMED:
         model = str(prepared(config.cache_dir(), model, NAMED[model]))
-    chosen = {"model": {"path": model}, "device": {"kind": "cpu", "threads": threads}}
+    chosen = {
+        "model": {"path": model, "quantize": quantize},
+        "device": {"kind": "cpu", "threads": threads},
+    }
     settings = with_model(config.load(NodeConfig, None, options=chosen))
-    asked = Asked(settings, dtypes_of(dtype), QUICK if quick else Effort(), bool(peer))
     report = Report(json_file, is_quiet=quiet)
+    if accuracy:
+        from pdrt.bench.accuracy import accuracy as compare
+
+        raise typer.Exit(compare(settings, report, Console(highlight=False)))
+    asked = Asked(settings, dtypes_of(dtype), QUICK if quick else Effort(), bool(peer))
     raise typer.Exit(engine(asked, report, Console(highlight=False)))
 
 

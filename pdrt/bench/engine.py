@@ -222,7 +222,7 @@ def measured(asked: Asked, dtype: str, told: Callable[[Case], None]) -> list[Ser
     model = asked.config.model.model_copy(update={"dtype": dtype})
     config, effort = asked.config.model_copy(update={"model": model}), asked.effort
     spec = ModelSpec.read(model.path, model.max_model_len)
-    work = Work.of(spec, DTYPES[dtype])
+    work = Work.of(spec, DTYPES[dtype], model.quantize)
     runner = open_runner(config, lambda _stage, _done, _total: None)
     most = max(case.held(effort.steps) for case in effort.cases)
     chunk = config.scheduler.max_prefill_tokens
@@ -231,7 +231,8 @@ def measured(asked: Asked, dtype: str, told: Callable[[Case], None]) -> list[Ser
         from pdrt.bench.transformers_peer import Transformers
 
         engines.append(Transformers(model.path, DTYPES[dtype], time.perf_counter))
-    return measure(engines, Probe(work, DTYPES[dtype]), work, dtype, effort, told)
+    name = dtype if model.quantize == "none" else f"{dtype} {model.quantize}"
+    return measure(engines, Probe(work, DTYPES[dtype]), work, name, effort, told)
 
 
 def show(console: Console, found: Sequence[Series], threads: int) -> None:

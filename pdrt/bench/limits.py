@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from pdrt.errors import ConfigError
-from pdrt.modelspec import ModelSpec
+from pdrt.modelspec import ModelSpec, Quantize
 
 Clock = Callable[[], float]
 _LAYERS: Final = 3  # whose matrices are multiplied to find the rate
@@ -34,13 +34,16 @@ class Work:
     heads: int
     head_dim: int
     kv_bytes: int  # of one token, all layers
-    value_bytes: int
+    value_bytes: int  # of activations
+    layer_value_bytes: int = 0  # of the layers' matrices; 0: as activations
+    head_value_bytes: int = 0
 
     @classmethod
-    def of(cls, spec: ModelSpec, dtype: torch.dtype) -> Work:
+    def of(cls, spec: ModelSpec, dtype: torch.dtype, quantize: Quantize = "none") -> Work:
         """Raises ConfigError for a model that is not a plain dense decoder."""
         if spec.experts is not None or spec.latent is not None:
             raise ConfigError("pdrt bench engine knows the limits of dense models only")
+        held = 1 if quantize == "int8" else dtype.itemsize
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         return cls(
             matrices=(
@@ -55,6 +58,8 @@ class Work:
             head_dim=spec.head_dim,
             kv_bytes=2 * spec.layers * keys * dtype.itemsize,
             value_bytes=dtype.itemsize,
+            layer_value_bytes=held,
+            head_value_bytes=dtype.itemsize if spec.tied else held,
         )
 
     @property
@@ -67,8 +72,9 @@ class Work:
 
     def decode_bytes(self, sequences: int, tokens: int) -> int:
         """Read by a step of `sequences` that have `tokens` each: weights and KV, once."""
-        weights = (self.layer_values + self.head_values) * self.value_bytes
-        return weights + sequences * tokens * self.kv_bytes
+        layers = self.layer_values * (self.layer_value_bytes or self.value_bytes)
+        head = self.head_values * (self.head_value_bytes or self.value_bytes)
+        return layers + head + sequences * tokens * self.kv_bytes
 
     def decode_flops(self, sequences: int, tokens: int) -> int:
         each = 2 * (self.layer_values + self.head_values) + self._attention_flops(tokens)
