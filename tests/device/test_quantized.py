@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pdrt.config import ModelSection
+from pdrt.config import ModelSection, NodeConfig
+from pdrt.device.backends import open_runner
 from pdrt.device.collective import Solo
 from pdrt.device.kv import KvPool
 from pdrt.device.linear import Linear
@@ -23,6 +24,7 @@ from pdrt.device.torchrunner import TorchRunner
 from pdrt.device.weights import Checkpoint
 from pdrt.errors import ConfigError
 from pdrt.modelspec import ModelSpec
+from pdrt.settings import check
 from tests.device import tiny
 from tests.device.loop import Loop
 from tests.device.tiny import Tiny
@@ -189,7 +191,7 @@ def any_int8(runner: Any) -> bool:
     return any(matrix.weight.dtype is torch.int8 for matrix in matrices(runner))
 
 
-def matrices(runner: TorchRunner) -> Iterator[Any]:
+def matrices(runner: Any) -> Iterator[Any]:
     assert isinstance(runner.model, Llama)
     for layer in runner.model._layers:  # noqa: SLF001 - nobody else asks
         yield from (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)  # type: ignore[attr-defined]
@@ -315,6 +317,17 @@ def test_a_pair_of_which_one_side_is_quantized_differs_and_says_both(
     one, other = tiny.runner(directory, quantize="int8"), tiny.runner(directory)
     assert one.layout.differences(other.layout) == ["quantize: int8 here, none there"]
     assert one.layout.block_bytes == other.layout.block_bytes, "nothing else would tell them apart"
+
+
+def test_a_worker_opens_what_the_settings_say(tiny_model: Callable[[str], Tiny]) -> None:
+    directory, _ = tiny_model("llama")
+    tables = {
+        "model": {"path": str(directory), "quantize": "int8"},
+        "device": {"kind": "cpu", "threads": 1},
+    }
+    runner = open_runner(check(NodeConfig, tables, "test"), unheard)
+    assert runner.layout.quantize == "int8"
+    assert all(each.weight.dtype is torch.int8 for each in matrices(runner))
 
 
 def test_embedding_norms_and_biases_stay_as_they_are(tiny_model: Callable[[str], Tiny]) -> None:
