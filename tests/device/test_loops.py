@@ -24,7 +24,7 @@ from tests.device.tiny import Tiny
 
 pytest.importorskip("numba", reason="pdrt[cpu] is not installed")
 from pdrt.device.jit import products, tiles
-from pdrt.device.jit.crew import Crew
+from pdrt.device.jit.crew import Crew, Job
 from pdrt.device.jit.loops import Loops
 
 ROWS = [1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64]
@@ -125,6 +125,38 @@ def test_each_thread_of_a_crew_does_its_part() -> None:
     for _ in range(20):
         crew.run(job)
     assert sorted(seen[:4]) == [0, 1, 2, 3]
+
+
+class Late(Crew):
+    """The other threads have no core until somebody lets them run."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(1)
+        self.size, self._missed = size, list[Job]()
+
+    def run(self, job: Job) -> None:
+        self._missed.append(job)
+        super().run(job)
+
+    def let_run(self) -> None:
+        for me in range(1, self.size):
+            for job in self._missed:
+                job(me)
+
+
+def test_a_thread_that_has_no_core_holds_nobody_up_and_harms_nobody_when_it_comes(
+    dtype: torch.dtype,
+) -> None:
+    crew = Late(3)
+    compiled = Loops(dtype, 3, crew=crew)
+    x, w = _pair(dtype, 17, 97, 96)
+    wanted = Loops(dtype, 1).linear(x, w)
+    first, second = compiled.linear(x, w), compiled.linear(x[:5], w)
+    kept = first.clone()
+    crew.let_run()
+    assert torch.equal(first, wanted)
+    assert torch.equal(second, wanted[:5])
+    assert torch.equal(first, kept)
 
 
 # In a model.

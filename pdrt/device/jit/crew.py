@@ -1,7 +1,7 @@
 """Threads that run one compiled function together, each with its number.
 
 They wait in Python between calls, so a crew costs nothing while nothing is computed. Inside the
-function they meet without the interpreter (see `kernels`).
+function they share the work without the interpreter (see `products`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class Crew:
             threading.Thread(target=_work, args=(number, jobs), name=name, daemon=True).start()
 
     def run(self, job: Job) -> None:
-        """job(0) here, job(1).. in the others. They must end together: each awaits the others."""
+        """job(0) here; job(1).. in the others when they have a core, perhaps when it is over.
+
+        The job sees to it that what it works on is not used again while another is in it.
+        """
         for jobs in self._jobs:
             jobs.put(job)
         job(0)

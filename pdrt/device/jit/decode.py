@@ -10,11 +10,24 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from pdrt.device.jit.compiled import loop
-from pdrt.device.jit.products import add_linear, borrow_tiles, exp, gated, meet, next_of, product
+from pdrt.device.jit.products import (
+    add_linear,
+    borrow_tiles,
+    enter,
+    exp,
+    finish,
+    gated,
+    give,
+    is_over,
+    leave,
+    portions_of,
+    product,
+    take,
+)
 from pdrt.device.jit.tiles import load_tiles
 from pdrt.device.jit.vectors import LANES, bytes_of, fetch, mix, put
 
-PHASES: Final = 5  # of a layer; after each of them all threads meet
+PHASES: Final = 5  # of a layer
 
 
 class Weights(NamedTuple):
@@ -186,40 +199,42 @@ def _attend_head(kind, me, scratch, rows, row, head, layer, weights, shape, pool
 def _attend(kind, me, scratch, phase, rows, layer, weights, shape, pool):
     tasks = rows.x.shape[0] * shape.kv_heads
     while True:
-        task = next_of(scratch, phase, me, tasks)
+        task = take(scratch, phase, me, tasks)
         if task >= tasks:
-            return
+            break
         row, head = task // shape.kv_heads, task % shape.kv_heads
         _attend_head(kind, me, scratch, rows, row, head, layer, weights, shape, pool)
+        give(scratch, phase)
+    finish(scratch, phase, tasks)
 
 
 @loop()
-def decode(kind, pool_kind, tiled, me, threads, weights, shape, pool, rows, scratch):
+def decode(kind, pool_kind, tiled, me, weights, shape, pool, rows, scratch):
     """All layers of a step in which each row is one token of a sequence.
 
     Matrices are of the kind, the pool of its own.
     """
     normed, x, attended, hidden = scratch.normed[me], rows.x, scratch.attended, scratch.hidden
+    if not enter(scratch, me):
+        return
     if tiled:
         borrow_tiles(scratch, me)
     for layer in range(pool.layers):
         qkv, out, gate_up, down = weights.matrices[layer]
         at = layer * PHASES
+        if is_over(scratch, at + PHASES - 1, portions_of(x.shape[1])):
+            continue  # the others have done it all: this thread came late
         _norm(x, weights.attention_norm[layer], shape.eps, normed)
         scale, bias = weights.qkv_scale[layer], weights.qkv_bias[layer]
         add_linear(kind, tiled, me, scratch, at, normed, qkv, scale, bias, scratch.qkv, False)
-        meet(scratch, threads, at + 1)
         _attend(pool_kind, me, scratch, at + 1, rows, layer, weights, shape, pool)
-        meet(scratch, threads, at + 2)
         scale, bias = weights.out_scale[layer], weights.out_bias[layer]
         add_linear(kind, tiled, me, scratch, at + 2, attended, out, scale, bias, x, True)
-        meet(scratch, threads, at + 3)
         _norm(x, weights.mlp_norm[layer], shape.eps, normed)
         scale, bias = weights.gate_up_scale[layer], weights.gate_up_bias[layer]
         gated(kind, tiled, me, scratch, at + 3, normed, gate_up, scale, bias, hidden)
-        meet(scratch, threads, at + 4)
         scale, bias = weights.down_scale[layer], weights.down_bias[layer]
         add_linear(kind, tiled, me, scratch, at + 4, hidden, down, scale, bias, x, True)
-        meet(scratch, threads, at + 5)
     if tiled:
         load_tiles(scratch.tiles[me, 1].ctypes.data)
+    leave(scratch, me)

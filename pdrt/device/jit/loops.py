@@ -36,16 +36,21 @@ class Loops:
     """
 
     def __init__(
-        self, dtype: torch.dtype, threads: int, *, tiled: bool = True, quantized: bool = False
+        self,
+        dtype: torch.dtype,
+        threads: int,
+        *,
+        tiled: bool = True,
+        quantized: bool = False,
+        crew: Crew | None = None,
     ) -> None:
         """`tiled`: bfloat16 goes through AMX where there is one. `quantized`: in int8."""
         self._pool_kind = KINDS[dtype]
         self._kind = KINDS[torch.int8] if quantized else self._pool_kind
         self._is_tiled = tiled and dtype is torch.bfloat16 and tiles.are_usable()
-        self._crew = Crew(threads)
+        self._crew = crew or Crew(threads)
         self._tiles = _configurations(threads)
         self._room = _aligned(threads, tiles.ROOM)
-        self._syncs = [np.zeros(1, np.int64), np.zeros(1, np.int64)]
         self._memory: dict[str, Floats] = {}
 
     def decode(self, weights: Weights, shape: Shape, pool: Pool, rows: Rows, wide: int) -> None:
@@ -67,9 +72,7 @@ class Loops:
             shares=self._floats("shares", threads, group, tokens),
         )
         fixed = self._kind, self._pool_kind, self._is_tiled
-        self._crew.run(
-            lambda me: decode.decode(*fixed, me, threads, weights, shape, pool, rows, scratch)
-        )
+        self._crew.run(lambda me: decode.decode(*fixed, me, weights, shape, pool, rows, scratch))
 
     def linear(self, x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
         """x [rows, in] times weight [out, in] transposed, in float32; a scale a row of int8."""
@@ -78,7 +81,7 @@ class Loops:
         scratch, fixed = self._scratch(1, *x.shape), (kind, self._is_tiled)
         scales = _NOTHING if scale is None else scale.numpy()
         given = wide, weight.data_ptr(), scales, _NOTHING, out.numpy(), scratch
-        self._crew.run(lambda me: products.linear(*fixed, me, self.threads, *given))
+        self._crew.run(lambda me: products.linear(*fixed, me, *given))
         return out
 
     @property
@@ -92,7 +95,7 @@ class Loops:
         packed = self._floats("packed", threads, padded * deep)
         nothing = np.zeros((threads, 0, 0), np.float32)
         return Scratch(
-            sync=self._sync(phases),
+            sync=np.zeros(products.sync_size(phases, threads), np.int64),
             tiles=self._tiles,
             packed=packed.view(np.uint32),
             room=self._room,
@@ -104,14 +107,6 @@ class Loops:
             scores=nothing[0],
             shares=nothing,
         )
-
-    def _sync(self, phases: int) -> npt.NDArray[np.int64]:
-        """Zeros. Not those of the last call, at which a thread may still be looking."""
-        self._syncs.reverse()
-        if len(self._syncs[0]) < 1 + phases * self.threads:
-            self._syncs[0] = np.zeros(1 + phases * self.threads, np.int64)
-        self._syncs[0][:] = 0
-        return self._syncs[0]
 
     def _floats(self, name: str, *shape: int) -> Floats:
         """Memory that is used again, with whatever the last call left there."""

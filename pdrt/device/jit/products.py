@@ -1,9 +1,11 @@
 """Products of a few rows with a matrix, in portions that threads take by ticket.
 
-A thread whose core is busy elsewhere holds nobody up: what is left of its share the others take.
-Between two phases all meet. `kind` tells the matrix's type as in `vectors`; `tiled` says that AMX
-multiplies it, of which `scratch.packed` holds what it needs. A matrix in int8 has a float32 scale
-a row, which multiplies the sums; for others there are none.
+A phase is over when each of its portions is done, whoever did them: a thread whose core is busy
+elsewhere holds the others up for the one portion that it has begun, and not for its share.
+
+`kind` tells the matrix's type as in `vectors`; `tiled` says that AMX multiplies it, of which
+`scratch.packed` holds what it needs. A matrix in int8 has a float32 scale a row, which multiplies
+the sums; for others there are none.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from numba import types
 
 from pdrt.device.jit.compiled import loop
 from pdrt.device.jit.tiles import DEEP, TILE, load_tiles, save_tiles, tile_dots
-from pdrt.device.jit.vectors import MANY, add_one, bytes_of, dots, look, power_of_two
+from pdrt.device.jit.vectors import MANY, add, bytes_of, dots, look, power_of_two
 
 PORTION: Final = 48  # rows of a matrix in a portion: a multiple of each tile's
+_DOOR, _LEFT, _FIRST = 0, 1, 2  # in `Scratch.sync`
+_SHUT = 1 << 32  # more than there are threads
 _SPINS = 4000  # looks before a thread that waits lets others have the core
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -27,7 +31,7 @@ _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 class Scratch(NamedTuple):
     """Memory of a call. What has a place for each thread begins with [threads]."""
 
-    sync: Any  # int64: how many have met, then the tickets of each phase and thread
+    sync: Any  # int64, zeros: who came and left; each phase's tickets, and how much is done
     tiles: Any  # uint8 [threads, 2, 64]: the tiles' configuration, and where another's is kept
     packed: Any  # uint32 [threads, ...]: rows as tiles multiply them
     room: Any  # uint8 [threads, tiles.ROOM]
@@ -57,22 +61,39 @@ def exp(x):
 
 
 @loop()
-def meet(scratch, threads, times):
-    """Wait until all threads have come here, for the `times`-th time."""
-    if threads == 1:
-        return
-    count = scratch.sync.ctypes.data
-    add_one(count)
+def enter(scratch, me):
+    """Whether the call still goes on; a thread other than the caller's may come too late."""
+    return me == 0 or add(scratch.sync.ctypes.data + 8 * _DOOR, 1) < _SHUT
+
+
+@loop()
+def leave(scratch, me):
+    """The caller's thread leaves last: the others may still read what it will use again."""
+    left = scratch.sync.ctypes.data + 8 * _LEFT
+    if me:
+        add(left, 1)
+    else:
+        _await(left, add(scratch.sync.ctypes.data + 8 * _DOOR, _SHUT))
+
+
+@loop()
+def _await(place, number):
     spins = 0
-    while look(count) < threads * times:
+    while look(place) < number:
         spins += 1
         if spins > _SPINS:
             _sched_yield()
 
 
 @loop()
-def next_of(scratch, phase, me, total):
-    """A task of this phase that nobody has, of `total`; or `total` when there is none.
+def _phase(scratch, phase):
+    """Where its tickets are, of each thread's share, and after them how many portions are done."""
+    return scratch.sync.ctypes.data + 8 * (_FIRST + phase * (scratch.normed.shape[0] + 1))
+
+
+@loop()
+def take(scratch, phase, me, total):
+    """A portion of this phase that nobody has, of `total`; or `total` when there is none.
 
     First those of a thread's own share, which lie side by side, then what is left of others'.
     """
@@ -80,10 +101,32 @@ def next_of(scratch, phase, me, total):
     for turn in range(threads):
         whose = (me + turn) % threads
         first, end = total * whose // threads, total * (whose + 1) // threads
-        number = first + add_one(scratch.sync.ctypes.data + 8 * (1 + phase * threads + whose))
+        number = first + add(_phase(scratch, phase) + 8 * whose, 1)
         if number < end:
             return number
     return total
+
+
+@loop()
+def give(scratch, phase):
+    """A portion is done."""
+    add(_phase(scratch, phase) + 8 * scratch.normed.shape[0], 1)
+
+
+@loop()
+def is_over(scratch, phase, total):
+    return look(_phase(scratch, phase) + 8 * scratch.normed.shape[0]) >= total
+
+
+@loop()
+def finish(scratch, phase, total):
+    """Wait until all portions are done."""
+    _await(_phase(scratch, phase) + 8 * scratch.normed.shape[0], total)
+
+
+@loop()
+def portions_of(rows):
+    return (rows + PORTION - 1) // PORTION
 
 
 @loop()
@@ -191,11 +234,11 @@ def add_linear(kind, tiled, me, scratch, phase, x, w, scale, bias, out, adds):
     rows, total = out.shape
     if tiled:
         _pack(kind, x, scratch.packed[me])
-    portions = (total + PORTION - 1) // PORTION
+    portions = portions_of(total)
     while True:
-        first = next_of(scratch, phase, me, portions) * PORTION
+        first = take(scratch, phase, me, portions) * PORTION
         if first >= total:
-            return
+            break
         n = min(PORTION, total - first)
         found = _portion(kind, tiled, me, scratch, 0, x, w, first, n)
         for row in range(rows):
@@ -208,6 +251,8 @@ def add_linear(kind, tiled, me, scratch, phase, x, w, scale, bias, out, adds):
                 if adds:
                     value += out[row, first + i]
                 out[row, first + i] = value
+        give(scratch, phase)
+    finish(scratch, phase, portions)
 
 
 @loop(fastmath={"contract"})
@@ -216,11 +261,11 @@ def gated(kind, tiled, me, scratch, phase, x, w, scale, bias, out):
     rows, total = out.shape
     if tiled:
         _pack(kind, x, scratch.packed[me])
-    portions = (total + PORTION - 1) // PORTION
+    portions = portions_of(total)
     while True:
-        first = next_of(scratch, phase, me, portions) * PORTION
+        first = take(scratch, phase, me, portions) * PORTION
         if first >= total:
-            return
+            break
         n = min(PORTION, total - first)
         gates = _portion(kind, tiled, me, scratch, 0, x, w, first, n)
         ups = _portion(kind, tiled, me, scratch, 1, x, w, total + first, n)
@@ -234,14 +279,24 @@ def gated(kind, tiled, me, scratch, phase, x, w, scale, bias, out):
                     gate += bias[first + i]
                     up += bias[total + first + i]
                 out[row, first + i] = gate / (np.float32(1.0) + exp(-gate)) * up
+        give(scratch, phase)
+    finish(scratch, phase, portions)
 
 
 @loop()
-def linear(kind, tiled, me, threads, x, matrix, scale, bias, out, scratch):
+def linear(kind, tiled, me, x, matrix, scale, bias, out, scratch):
     """out [rows, n] = scale * x [rows, width] w^T + bias, all float32 but w, of the kind."""
+    if not enter(scratch, me):
+        return
     if tiled:
         borrow_tiles(scratch, me)
     add_linear(kind, tiled, me, scratch, 0, x, matrix, scale, bias, out, False)
     if tiled:
         load_tiles(scratch.tiles[me, 1].ctypes.data)
-    meet(scratch, threads, 1)
+    leave(scratch, me)
+
+
+@loop()
+def sync_size(phases, threads):
+    """Values of `Scratch.sync`."""
+    return _FIRST + phases * (threads + 1)

@@ -226,14 +226,14 @@ def fetch(_context, address, count):
 
 
 @intrinsic
-def add_one(_context, address):
-    """Add 1 to the integer there; what it was before. All threads see what came before."""
+def add(_context, address, number):
+    """Add to the integer there; what it was before. All threads see what came before."""
 
     def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         place = builder.inttoptr(args[0], LONG.as_pointer())
-        return builder.atomic_rmw("add", place, long(1), "seq_cst")
+        return builder.atomic_rmw("add", place, args[1], "seq_cst")
 
-    return types.int64(ADDRESS), write
+    return types.int64(ADDRESS, types.int64), write
 
 
 @intrinsic
