@@ -25,6 +25,7 @@ from pdrt.device.backends import open_runner
 from pdrt.device.batch import Drawn, Runner, SeqStep
 from pdrt.device.places import Rendezvous
 from pdrt.messages import KvLayout
+from pdrt.modelspec import Kernels
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -105,10 +106,18 @@ class Replayed:
     pool: bytes
 
 
-def opened(model: str, rank: int = 0, size: int = 1, dtype: str = "float32", cp: int = 1) -> Runner:
+def opened(
+    model: str,
+    rank: int = 0,
+    size: int = 1,
+    dtype: str = "float32",
+    cp: int = 1,
+    kernels: Kernels = "auto",
+) -> Runner:
+    device = {"threads": 1, "kernels": kernels}
     tables = {"model": {"path": model, "dtype": dtype}, "scheduler": {"block_size": BLOCK}}
     sizes = {"world_size": size, "cp": cp, "tp": size // cp, "devices_per_node": size}
-    config = NodeConfig.model_validate(tables | {"device": {"threads": 1}, "parallel": sizes})
+    config = NodeConfig.model_validate(tables | {"device": device, "parallel": sizes})
     return open_runner(config, lambda _stage, _done, _total: None, rank, size)
 
 
@@ -132,7 +141,7 @@ def as_rank(
 def loading(place: Place, model: str) -> int:
     """Bytes that a rank's weights add to this process's own memory, which files mapped are not."""
     before = _own_bytes()
-    runner = opened(model, place.rank, place.size)
+    runner = opened(model, place.rank, place.size, kernels="torch")  # numba has memory of its own
     added = _own_bytes() - before
     del runner
     return added
