@@ -127,7 +127,7 @@ class Cluster:
     nodes: dict[str, Process] = field(default_factory=dict)
     router: Process | None = None
     http: aiohttp.ClientSession | None = None
-    startup_s: float = 40.0  # a bound for a busy machine, not an expectation
+    startup_s: float = 90.0  # a bound for a busy machine, not an expectation
     answer_s: float = 60.0  # likewise
 
     @staticmethod

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.cluster import Answer, Cluster, Tables
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(120)]
 SETTINGS: Tables = {
     "device": {"kind": "null", "step_ms": 10},
     "scheduler": {"max_prefill_tokens": 64, "kv_memory": 1 << 20},

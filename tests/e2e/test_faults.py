@@ -21,7 +21,7 @@ import pytest
 
 from tests.e2e.cluster import Answer, Cluster, Tables
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(120)]
 STEP_S = 0.03
 SETTINGS: Tables = {
     "device": {"kind": "null", "step_ms": STEP_S * 1000},

@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.cluster import Cluster, Tables
 from tests.e2e.colocated import Colocated
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(120)]
 CHUNK = 32
 LAG_S = 1.2  # a write is held back for as long as this at most, by chance; longer is a stall
 SETTINGS: Tables = {

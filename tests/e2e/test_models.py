@@ -39,11 +39,10 @@ def write_tokenizer(directory: Path, vocab: int) -> None:
 
 
 def families() -> list[Any]:
-    """2P2D for each, and 1P1D for one; the default run has one of them."""
-    slow, matrix = [pytest.mark.slow], [pytest.mark.matrix]
-    marks = {DEFAULT: [], "llama": slow, "qwen3": slow}
-    cases = [pytest.param(f, 2, marks=marks.get(f, matrix)) for f in FAMILIES]
-    return [*cases, pytest.param(DEFAULT, 1, marks=slow)]
+    """2P2D for each, and 1P1D for one; the default run has one of them, test_exact another."""
+    matrix = [pytest.mark.matrix]
+    cases = [pytest.param(f, 2, marks=[] if f == DEFAULT else matrix) for f in FAMILIES]
+    return [*cases, pytest.param(DEFAULT, 1, marks=matrix)]
 
 
 @pytest.mark.timeout(180)
@@ -89,13 +88,17 @@ LAYOUTS = {  # (prefill, decode) as tp, dp
 
 
 def layouts() -> list[Any]:
-    """Each for one family, and one of them for all; the default run has one."""
+    """Each for one family, and one of them for all; the default run has one.
+
+    How each family is divided, test_tensor_parallel shows; test_dp, that dp ranks are found.
+    """
     slow, matrix = [pytest.mark.slow], [pytest.mark.matrix]
-    first, *rest = LAYOUTS
+    first, to_two, to_dp, replicas = LAYOUTS
     return [
         pytest.param("llama", first),
-        *(pytest.param(family, first, marks=slow) for family in (DEFAULT, "qwen2", "qwen3")),
-        *(pytest.param("llama", layout, marks=slow) for layout in rest),
+        *(pytest.param("llama", layout, marks=slow) for layout in (to_two, replicas)),
+        pytest.param("llama", to_dp, marks=matrix),
+        *(pytest.param(family, first, marks=matrix) for family in (DEFAULT, "qwen2", "qwen3")),
         *(pytest.param("deepseek_v2", layout, marks=matrix) for layout in LAYOUTS),  # one latent
     ]
 
@@ -137,9 +140,10 @@ def parallel(tp: int, dp: int) -> Tables:
     return {"parallel": {"world_size": world, "devices_per_node": world, "tp": tp, "dp": dp}}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("many", [1, 2])
+@pytest.mark.parametrize(
+    "many", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.matrix)]
+)
 async def test_the_demo_model_answers_like_generate(tmp_path: Path, many: int) -> None:
     """SmolLM2-135M in float32: texts and a chat, on nPnD and hybrid, streamed and whole."""
     import torch

@@ -16,7 +16,7 @@ from tests.e2e.cluster import Answer, Cluster, Tables
 from tests.e2e.colocated import Colocated
 from tests.e2e.multinode import Spread
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(240)]
 SETTINGS: Tables = {
     "device": {"kind": "null", "step_ms": 20},
     "scheduler": {"max_prefill_tokens": 32, "kv_memory": 1 << 20, "prefix_cache": False},

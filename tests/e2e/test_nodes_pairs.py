@@ -15,7 +15,7 @@ from tests.e2e.cluster import Answer, Cluster, Tables
 from tests.e2e.colocated import Colocated
 from tests.e2e.multinode import Spread
 
-pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.matrix, pytest.mark.timeout(300)]
 SETTINGS: Tables = {
     "device": {"kind": "null", "step_ms": 20},
     "scheduler": {"max_prefill_tokens": 32, "kv_memory": 1 << 20},

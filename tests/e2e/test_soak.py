@@ -26,7 +26,7 @@ import pytest
 from tests.e2e.cluster import Cluster, Tables
 from tests.e2e.colocated import Colocated
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 SETTINGS: Final[Tables] = {
     "scheduler": {"max_prefill_tokens": 64, "kv_memory": 1 << 20},
     "transfer": {"checksums": True},

@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster, Tables
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(200)]
 REQUESTS = 32
 PROMPT, ANSWER = 80, 80  # 10 blocks of 16
 BLOCK_BYTES = 8 * 2 * 2 * 2 * 16  # of the null device at block_size 16

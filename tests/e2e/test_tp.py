@@ -16,7 +16,7 @@ from pdrt.device.chance import seed_of
 from tests.e2e.cluster import Answer, Cluster, Tables
 from tests.e2e.colocated import Colocated
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(120)]
 TWO: Tables = {"parallel": {"world_size": 2, "tp": 2, "devices_per_node": 2}}
 SETTINGS: Tables = {
     "device": {"kind": "null", "step_ms": 20},
@@ -67,7 +67,7 @@ async def test_groups_answer_with_several_sequences_as_one_rank_does(cluster: Cl
     await cluster.until_baseline()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix  # test_nodes_faults has one whose ranks are on two nodes
 async def test_a_hybrid_group_answers_as_one_rank_does(tmp_path: Path) -> None:
     cluster = Cluster.make(tmp_path, 0, 0, 1, SETTINGS, per_role={"hybrid": TWO})
     async with cluster.running():
@@ -113,8 +113,8 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_on_any_rank(
         ("decode0", 1, signal.SIGKILL),
         ("prefill0", 0, signal.SIGKILL),
         pytest.param("decode0", 0, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("prefill0", 1, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("decode0", 1, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("prefill0", 1, signal.SIGKILL, marks=pytest.mark.matrix),
+        pytest.param("decode0", 1, signal.SIGSTOP, marks=pytest.mark.matrix),
         pytest.param("prefill0", 1, signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )

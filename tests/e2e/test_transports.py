@@ -21,7 +21,7 @@ from pdrt.config import TransportName
 from tests.e2e.cluster import Answer, Cluster, Tables
 from tests.e2e.colocated import Colocated
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(90)]
 SETTINGS: Final[Tables] = {
     "device": {"kind": "null", "step_ms": 10},
     "scheduler": {"max_prefill_tokens": 32, "kv_memory": 1 << 20, "prefix_cache": False},
