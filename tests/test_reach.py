@@ -69,16 +69,16 @@ class Real(Device):
         return open_runner(config, progress, rank, size)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True, scope="module")
 def _sockets_end_here() -> Iterator[None]:
     """Those of a group's sums end with their process, which here goes on to other tests."""
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
+        gc.unfreeze()  # a worker that is ready keeps all there is
         gc.collect()
 
 
-@pytest.mark.usefixtures("_sockets_end_here")
 async def test_a_group_of_two_nodes_answers_as_one_rank_does(tmp_path: Path) -> None:
     """The follower comes first, and says what it waits for."""
     async with leading() as leader, AsyncExitStack() as stack:
@@ -121,7 +121,6 @@ async def test_a_far_follower_that_has_come_and_does_not_join_is_not_awaited_for
         assert "worker 0,0,1 of our group did not come within 0.5 s" in await head.end()
 
 
-@pytest.mark.usefixtures("_sockets_end_here")
 async def test_a_follower_ends_when_its_far_tp_0_does(tmp_path: Path) -> None:
     async with leading() as leader, AsyncExitStack() as stack:
         head = await member(stack, leader.spec(tmp_path, 0), Real())
