@@ -49,7 +49,7 @@ def open_runner(config: NodeConfig, progress: Progress, rank: int = 0, size: int
         block_size=config.scheduler.block_size,
         progress=progress,
         context=context,
-        kernels=config.device.kernels if context.size == 1 else "torch",
+        kernels=config.device.kernels,
         quantize=config.model.quantize,
     )
 

@@ -35,5 +35,5 @@ def cores_of(config: NodeConfig, place: int) -> tuple[int, ...]:
 
 def threads_of(config: NodeConfig) -> int:
     """Compute threads of one worker: as configured, else its share of the usable cores."""
-    workers = 1 if config.device.cores else config.parallel.devices_per_node  # see `pin`
-    return config.device.threads or max(1, len(os.sched_getaffinity(0)) // workers)
+    usable = len(config.device.cores or os.sched_getaffinity(0))
+    return config.device.threads or max(1, usable // config.parallel.devices_per_node)

@@ -20,6 +20,7 @@ from pdrt.device.context import Asked, Groups, SharedPool, compute, places
 from pdrt.device.kv import DTYPES
 from pdrt.device.mirror import Mirror
 from pdrt.device.models import registry
+from pdrt.device.models.looped import not_compiled
 from pdrt.device.models.registry import Model
 from pdrt.device.places import Rendezvous
 from pdrt.device.shard import Shard
@@ -126,6 +127,9 @@ def load(  # noqa: PLR0913 - each is a choice of its own
     """A runner with its weights. Raises ConfigError when they, or the device, are not there."""
     _check_device(device)
     name = _dtype(shard.spec, dtype)
+    if context.size > 1:
+        not_compiled(kernels, "context-parallel ranks exchange KV within a layer")
+        kernels = "torch"
     if device == "cpu":
         keep_freed()
     with torch.inference_mode():

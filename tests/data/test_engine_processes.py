@@ -56,6 +56,11 @@ class Rig:
         async for end in self.transport.ends():
             self.ends.put_nowait(end)
 
+    def stop(self) -> None:
+        """All its threads have stopped when this returns."""
+        self.child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.child.pid, os.WSTOPPED | os.WNOWAIT)
+
     async def kill(self) -> None:
         if self.child.returncode is None:
             self.child.kill()
@@ -143,7 +148,7 @@ async def test_an_aborted_write_to_a_stopped_peer_is_not_over_until_the_peer_is(
     """What was handed to the engine would land when the peer goes on."""
     rig.write(1)
     assert await rig.ends.get() == Ended(1)
-    rig.child.send_signal(signal.SIGSTOP)
+    rig.stop()
     rig.write(2, 2000)
     assert not await rig.is_told()
     rig.transport.abort(2)
@@ -159,7 +164,7 @@ async def test_a_connection_that_breaks_ends_no_write_but_the_peer_s_death_does(
     """CASES 50: the peer's kernel holds bytes that land when the peer goes on."""
     rig.write(1)
     assert await rig.ends.get() == Ended(1)
-    rig.child.send_signal(signal.SIGSTOP)
+    rig.stop()
     rig.write(2, 3)
     await asyncio.sleep(0.2)  # until the peer's kernel has it
     rig.cut()
@@ -190,6 +195,6 @@ async def test_a_connection_that_broke_while_idle_costs_no_write(rig: Rig) -> No
 async def test_a_stopped_peer_is_written_all_the_same_where_the_kernel_copies(rig: Rig) -> None:
     rig.write(1)
     assert await rig.ends.get() == Ended(1)
-    rig.child.send_signal(signal.SIGSTOP)
+    rig.stop()
     rig.write(2, 10)
     assert await rig.ends.get() == Ended(2)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pdrt.config import NodeConfig
+from pdrt.device.backends import open_runner
 from pdrt.device.collective import Solo
 from pdrt.device.kv import DTYPES, KvPool
 from pdrt.device.models.looped import MOST_ROWS, Looped
@@ -127,6 +129,27 @@ def test_each_thread_of_a_crew_does_its_part() -> None:
     assert sorted(seen[:4]) == [0, 1, 2, 3]
 
 
+def test_what_a_thread_of_a_crew_met_is_raised_with_the_next_job() -> None:
+    crew, failed = Crew(2), threading.Event()
+
+    def fails(me: int) -> None:
+        if me:
+            failed.set()
+            raise MemoryError("no room")
+
+    crew.run(fails)
+    assert failed.wait(timeout=10)
+    with pytest.raises(MemoryError):
+        _run_on(crew)
+    crew.run(lambda _me: None)
+
+
+def _run_on(crew: Crew) -> None:
+    """Until what failed is told, which takes the other thread a moment."""
+    while True:
+        crew.run(lambda _me: None)
+
+
 class Late(Crew):
     """The other threads have no core until somebody lets them run."""
 
@@ -229,7 +252,7 @@ def test_decode_steps_are_compiled_and_others_are_torchs(
     assert sizes == [2, 2], "with a chunk of a prompt"
 
 
-@pytest.mark.parametrize("name", ["mixtral", "narrow"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v2", "narrow"])
 def test_what_cannot_be_compiled_is_said_when_it_was_asked_for(
     tmp_path: Path, tiny_model: Callable[[str], Tiny], name: str
 ) -> None:
@@ -240,6 +263,15 @@ def test_what_cannot_be_compiled_is_said_when_it_was_asked_for(
     with pytest.raises(ConfigError, match="kernels = 'compiled'"):
         tiny.runner(directory, kernels="compiled")
     tiny.runner(directory)  # auto: on torch
+
+
+def test_context_parallel_ranks_are_not_compiled(tiny_model: Callable[[str], Tiny]) -> None:
+    model = {"path": str(tiny_model("llama")[0])}
+    parallel = {"world_size": 2, "cp": 2, "devices_per_node": 2}
+    tables = {"model": model, "parallel": parallel, "device": {"kernels": "compiled"}}
+    config = NodeConfig.model_validate(tables)
+    with pytest.raises(ConfigError, match="context-parallel"):
+        open_runner(config, lambda _stage, _done, _total: None, 0, 2)
 
 
 def test_without_numba_torch_computes_and_who_asks_for_more_hears_what_to_install(

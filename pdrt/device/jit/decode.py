@@ -72,7 +72,7 @@ class Rows(NamedTuple):
     positions: Any  # int64 [rows]: of the row's token
 
 
-@loop(fastmath=True)
+@loop(fastmath={"contract", "reassoc"})
 def _norm(x, weight, eps, out):
     for row in range(x.shape[0]):
         total = np.float32(0.0)
@@ -83,7 +83,7 @@ def _norm(x, weight, eps, out):
             out[row, i] = x[row, i] * scale * weight[i]
 
 
-@loop(fastmath=True)
+@loop(fastmath={"contract", "reassoc"})
 def _turn(head, norm, eps, cos, sin, scale):
     """Norm (where it has a weight) and rotate a head [head_dim] in place, then scale it."""
     size = head.shape[0]

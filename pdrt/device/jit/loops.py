@@ -19,6 +19,7 @@ from pdrt.device.jit.decode import PHASES, Pool, Rows, Shape, Weights
 from pdrt.device.jit.products import PORTION, Scratch
 from pdrt.device.jit.tiles import TILE
 
+STEP: Final = tiles.DEEP  # widths of matrices are multiples of this, heads of LANES
 Floats = npt.NDArray[np.float32]
 KINDS: Final[dict[torch.dtype, np.generic]] = {
     torch.float32: np.float32(0),

@@ -1,7 +1,8 @@
 """Products of a few rows with a matrix, in portions that threads take by ticket.
 
 A phase is over when each of its portions is done, whoever did them: a thread whose core is busy
-elsewhere holds the others up for the one portion that it has begun, and not for its share.
+elsewhere holds the others up for the one portion that it has begun, and not for its share; and
+once a call, if it was in it, until it has seen that all is done (`leave`).
 
 `kind` tells the matrix's type as in `vectors`; `tiled` says that AMX multiplies it, of which
 `scratch.packed` holds what it needs. A matrix in int8 has a float32 scale a row, which multiplies
@@ -88,7 +89,7 @@ def _await(place, number):
 @loop()
 def _phase(scratch, phase):
     """Where its tickets are, of each thread's share, and after them how many portions are done."""
-    return scratch.sync.ctypes.data + 8 * (_FIRST + phase * (scratch.normed.shape[0] + 1))
+    return scratch.sync.ctypes.data + 8 * (_FIRST + phase * (scratch.tiles.shape[0] + 1))
 
 
 @loop()
@@ -97,7 +98,7 @@ def take(scratch, phase, me, total):
 
     First those of a thread's own share, which lie side by side, then what is left of others'.
     """
-    threads = scratch.normed.shape[0]
+    threads = scratch.tiles.shape[0]
     for turn in range(threads):
         whose = (me + turn) % threads
         first, end = total * whose // threads, total * (whose + 1) // threads
@@ -110,18 +111,18 @@ def take(scratch, phase, me, total):
 @loop()
 def give(scratch, phase):
     """A portion is done."""
-    add(_phase(scratch, phase) + 8 * scratch.normed.shape[0], 1)
+    add(_phase(scratch, phase) + 8 * scratch.tiles.shape[0], 1)
 
 
 @loop()
 def is_over(scratch, phase, total):
-    return look(_phase(scratch, phase) + 8 * scratch.normed.shape[0]) >= total
+    return look(_phase(scratch, phase) + 8 * scratch.tiles.shape[0]) >= total
 
 
 @loop()
 def finish(scratch, phase, total):
     """Wait until all portions are done."""
-    _await(_phase(scratch, phase) + 8 * scratch.normed.shape[0], total)
+    _await(_phase(scratch, phase) + 8 * scratch.tiles.shape[0], total)
 
 
 @loop()
@@ -296,7 +297,6 @@ def linear(kind, tiled, me, x, matrix, scale, bias, out, scratch):
     leave(scratch, me)
 
 
-@loop()
-def sync_size(phases, threads):
+def sync_size(phases: int, threads: int) -> int:
     """Values of `Scratch.sync`."""
     return _FIRST + phases * (threads + 1)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 MOST_ROWS: Final = 64  # with more, oneDNN's products are faster
-_STEP: Final = 32  # values: what widths must be a multiple of
 
 
 class Layer(Protocol):
@@ -156,10 +155,16 @@ def looped(
         found.compile(head)
         told("compile", 1, 1)
         return found
-    if kernels == "compiled":
-        raise ConfigError(f"[device] kernels = 'compiled': {problem}")
-    log.info("decode_not_compiled", why=problem)
+    not_compiled(kernels, problem)
     return None
+
+
+def not_compiled(kernels: Kernels, why: str) -> None:
+    """Say so, unless torch was asked for. Raises ConfigError when the loops were."""
+    if kernels == "compiled":
+        raise ConfigError(f"[device] kernels = 'compiled': {why}")
+    if kernels == "auto":
+        log.info("decode_not_compiled", why=why)
 
 
 def _problem(shard: Shard, layers: Sequence[Layer], head: Tensor) -> str | None:
@@ -168,16 +173,22 @@ def _problem(shard: Shard, layers: Sequence[Layer], head: Tensor) -> str | None:
         return "they are for the CPU"
     if shard.size > 1:
         return "a tensor-parallel group sums within a layer"
-    if importlib.util.find_spec("numba") is None:
-        return "numba is not installed: pip install 'pdrt[cpu]'"
-    from pdrt.device.jit.vectors import LANES
-
     if not all(isinstance(layer.mlp, Mlp) for layer in layers):
         return "a model with experts is not compiled"
-    spec = shard.spec
+    return _numbas_problem(shard.spec)
+
+
+def _numbas_problem(spec: ModelSpec) -> str | None:
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed: pip install 'pdrt[cpu]'"
+    try:
+        from pdrt.device.jit import loops, vectors
+    except (ImportError, RuntimeError) as error:  # it does not fit, or has no place for its cache
+        return f"numba: {error}"
+    step, lanes = loops.STEP, vectors.LANES
     widths = spec.hidden, spec.heads * spec.head_dim, spec.intermediate
-    if any(width % _STEP for width in widths) or spec.head_dim % LANES:
-        return f"widths {widths} or head_dim {spec.head_dim} are not multiples of {_STEP}, {LANES}"
+    if any(width % step for width in widths) or spec.head_dim % lanes:
+        return f"widths {widths} or head_dim {spec.head_dim} are not multiples of {step}, {lanes}"
     return None
 
 

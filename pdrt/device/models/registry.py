@@ -13,6 +13,7 @@ from pdrt.device.attention import Wave
 from pdrt.device.batch import SeqStep
 from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
+from pdrt.device.models.looped import not_compiled
 from pdrt.device.shard import Shard
 from pdrt.device.weights import Checkpoint, Progress
 from pdrt.modelspec import Kernels, ModelSpec, Quantize
@@ -57,10 +58,12 @@ def load(  # noqa: PLR0913 - each is a choice of its own
     if shard.spec.backend == "transformers":
         from pdrt.device.models import foreign
 
+        not_compiled(kernels, "transformers computes this model")
         return foreign.load(path, shard, dtype, device, progress)
     if shard.spec.latent is not None:
         from pdrt.device.models import mla
 
+        not_compiled(kernels, "latent attention is not compiled")
         return mla.load(shard, Checkpoint(path, progress), dtype, device)
     from pdrt.device.models import llama
 
