@@ -59,10 +59,10 @@ def unequal_pair(folder: Path, tables: Tables) -> Cluster:
     return Cluster.make(folder, 1, 1, 0, tables, per_role=layouts, router=PATIENT)
 
 
-def over_two_nodes(folder: Path, tables: Tables) -> Cluster:
-    """A colocated instance of two nodes with a device each."""
+def over_nodes(folder: Path, tables: Tables, count: int = 2) -> Cluster:
+    """A colocated instance of several nodes with a device each."""
     folder.mkdir()
-    spread = {"hybrid": Spread("hybrid", nodes=2, tp=2)}
+    spread = {"hybrid": Spread("hybrid", nodes=count, tp=count)}
     return multinode.make(folder, spread, tables, router=PATIENT)
 
 
@@ -135,7 +135,7 @@ async def test_a_family_answers_exactly_on_every_path(tmp_path: Path, family: st
     clusters = (
         colocated_and_pair(tmp_path / "pair", one, other),
         unequal_pair(tmp_path / "tp2-dp2", one),
-        over_two_nodes(tmp_path / "nodes", other),
+        over_nodes(tmp_path / "nodes", other),
     )
     async with all_running(*clusters):
         await try_each_path(oracle, tiny.VOCAB, 2 + number, *clusters)
@@ -170,7 +170,7 @@ async def test_the_demo_model_answers_exactly_on_every_path(tmp_path: Path) -> N
     one, other = (settings(model, chunk, memory) for chunk in CHUNKS)
     clusters = (
         colocated_and_pair(tmp_path / "pair", one, other),
-        over_two_nodes(tmp_path / "nodes", other),
+        over_nodes(tmp_path / "nodes", other, 3),  # of its nine heads and three of KV
     )
     async with all_running(*clusters):
         await try_each_path(oracle, 49152, 50, *clusters)
