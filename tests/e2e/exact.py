@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pdrt.device.batch import Draw
-from pdrt.device.chance import of_sequence
-from pdrt.device.sampler import draw
+from pdrt.device.chance import of_sequence, uniform
+from pdrt.device.sampler import at_chance, cut_, draw
 from pdrt.messages import Sampling
 from tests.e2e.cluster import Cluster
 
@@ -28,6 +28,8 @@ DIVIDES, DIVIDES_NOT = 32, 20  # chunk sizes: whole blocks, and two and a half o
 TOKENS: Final = 8
 CLOSE: Final = 1e-3  # of log-probabilities
 TIE: Final = 2e-5  # logits that differ by less in float32 are no reason to prefer one
+SHIFT: Final = 1e-5  # of a chance; transformers' sums of 49,152 probabilities are 4e-6 wrong
+VOCAB_OF_TIE: Final = 5000  # of so many tokens some draw falls that near to a sum
 _SHARED: Final = 3 * BLOCK + 5
 _KINDS: Final[list[dict[str, Any]]] = [
     {"temperature": 0},
@@ -134,7 +136,9 @@ class Judge:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.wrong: list[str] = []
-        self.ties: dict[tuple[int, ...], str] = {}  # by what was read before
+        self.ties: dict[tuple[int, ...], str] = {}  # of greedy answers, by what was read before
+        self.near: dict[tuple[int, ...], str] = {}  # of sampled ones
+        self.vocab = 0
 
     def hear(self, said: Iterable[Said], at_once: int = 16) -> None:
         """What several paths said alike is read once."""
@@ -154,6 +158,7 @@ class Judge:
         ids = torch.tensor([one.read + [0] * (longest - len(one.read)) for one in part])
         with torch.inference_mode():
             logits = self.model(ids, use_cache=False).logits.float()
+        self.vocab = logits.shape[-1]
         for one, rows in zip(part, logits, strict=True):
             yield rows[len(one.prompt) - 1 : len(one.read)]
 
@@ -163,16 +168,19 @@ class Judge:
         draws = [Draw(one.sampling, history[:end], len(one.prompt)) for end in ends]
         for at, (wanted, _) in enumerate(draw(rows, draws)):
             if wanted != one.ids[at]:
-                self._differs(one, at, wanted, rows[at])
+                self._differs(one, draws[at], wanted, rows[at])
         if one.odds is not None:
             self._weigh_odds(one, rows.log_softmax(-1))
 
-    def _differs(self, one: Said, at: int, wanted: int, row: Tensor) -> None:
-        gap = float(row[wanted] - row[one.ids[at]])
-        what = f"{one.ids[at]} for {wanted}, gap {gap:.2g}, at {at} of {one}"
-        is_tie = one.sampling.temperature == 0 and 0 <= gap < TIE
-        if is_tie:
-            self.ties[*one.prompt, *one.ids[:at]] = what
+    def _differs(self, one: Said, due: Draw, wanted: int, row: Tensor) -> None:
+        at = due.position - len(one.prompt)
+        said, read = one.ids[at], (one.sampling.seed, *due.history)
+        gap = float(row[wanted] - row[said])
+        what = f"{said} for {wanted}, gap {gap:.2g}, at {at} of {one}"
+        if one.sampling.temperature == 0 and 0 <= gap < TIE:
+            self.ties[read[1:]] = what
+        elif one.sampling.temperature > 0 and _is_near(row, due, said):
+            self.near[read] = what
         else:
             self.wrong.append(what)
 
@@ -189,6 +197,17 @@ class Judge:
     def verdict(self) -> None:
         assert not self.wrong, f"{len(self.wrong)} wrong:\n" + "\n".join(self.wrong[:8])
         assert len(self.ties) <= 1, "\n".join(self.ties.values())
+        assert len(self.near) <= 1 + self.vocab // VOCAB_OF_TIE, "\n".join(self.near.values())
+
+
+def _is_near(row: Tensor, due: Draw, said: int) -> bool:
+    """Whether that would be drawn by a chance that is a little less or more."""
+    weights = ((row - row.amax()) / due.sampling.temperature).softmax(dim=-1)
+    cut_(weights, due.sampling)
+    chance = uniform(due.sampling.seed, due.position)
+    around = torch.tensor([[max(chance - SHIFT, 0)], [min(chance + SHIFT, 1)]], dtype=torch.float64)
+    low, high = at_chance(weights.expand(2, -1), around).tolist()
+    return low <= said <= high and bool(weights[said] > 0)
 
 
 def _error(odds: dict[str, Any], row: Tensor) -> float:
