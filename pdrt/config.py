@@ -28,6 +28,7 @@ Positive = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Duration = Annotated[float, Field(gt=0, le=86400)]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists, no tuples
+Cores = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
 
 
 def _check_host(host: str) -> None:
@@ -51,9 +52,6 @@ class ModelSection(Section):
     max_model_len: Annotated[int, Field(ge=0)] = 0  # 0: the model's own limit
     backend: Literal["auto", "native", "transformers"] = "auto"  # auto: native where there is one
     quantize: Literal["none", "int8"] = "none"  # how matrices are held: int8 halves bfloat16
-
-
-Cores = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
 
 
 class DeviceSection(Section):

@@ -94,8 +94,14 @@ def _allowed(field: FieldInfo) -> str:
         if isinstance(limit, kind)
     ]
     names = {int: "whole number", float: "number", str: "text", bool: "true or false"}
-    kind = names.get(annotation) if isinstance(annotation, type) else "list of text"
+    kind = names.get(annotation) if isinstance(annotation, type) else _list_of(annotation)
     return " ".join([str(kind), ", ".join(bounds)]).strip()
+
+
+def _list_of(annotation: Any) -> str:
+    """Settings' lists are of text, or of whole numbers with bounds."""
+    has_numbers = int in get_args(get_args(annotation)[0])
+    return "list of whole numbers" if has_numbers else "list of text"
 
 
 def _toml(value: object) -> str:

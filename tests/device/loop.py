@@ -69,6 +69,19 @@ class Loop:
             a, b = here * layout.block_bytes, there * layout.block_bytes
             theirs[b : b + layout.block_bytes] = mine[a : a + layout.block_bytes]
 
+    def hand_over(
+        self, here: Sequence_, other: Loop, tokens: int, *, instead: Sequence_ | None = None
+    ) -> Sequence_:
+        """Decode what was prefilled here in another loop, from the bytes of the prompt's blocks.
+
+        Of those of `instead`, where that is given.
+        """
+        there = other.sequence(here.prompt, tokens)
+        self.copy_blocks(instead or here, other, there)
+        there.computed, there.history = len(here.prompt), list(here.history)
+        other.run([there], tokens)
+        return there
+
     def step(self, sequences: Iterable[Sequence_], chunk: int) -> list[Drawn]:
         """One batch with a step of each: what a prompt still lacks, or its next token."""
         by_key = {s.key: s for s in sequences}

@@ -123,10 +123,7 @@ def test_decode_goes_on_in_another_pool_from_the_bytes_of_the_prompts_blocks(
     here = prefill.sequence(tiny.prompt(45), TOKENS)
     prefill.run([here], 1, CHUNK)
     decode = Loop(runner("gemma3"), seed=3)  # the runner has this one's pool from now on
-    there = decode.sequence(here.prompt, TOKENS)
-    prefill.copy_blocks(here, decode, there)
-    there.computed, there.history = 45, list(here.history)
-    decode.run([there], TOKENS)
+    there = prefill.hand_over(here, decode, TOKENS)
     assert there.output == plain(oracle, here.prompt, there.output)
 
 

@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pdrt.config import NodeConfig
 from pdrt.device.backends import open_runner
-from pdrt.device.collective import Solo
-from pdrt.device.kv import DTYPES, KvPool
+from pdrt.device.kv import DTYPES
 from pdrt.device.models.looped import MOST_ROWS, Looped
 from pdrt.device.torchrunner import TorchRunner
 from pdrt.errors import ConfigError
@@ -47,7 +46,7 @@ def _pair(dtype: torch.dtype, rows: int, out: int, width: int) -> tuple[torch.Te
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_product_is_what_torch_finds(dtype: torch.dtype, threads: int) -> None:
-    compiled = Loops(dtype, threads)
+    compiled = Loops(dtype, Crew(threads))
     for out, width in SHAPES:
         for rows in ROWS:
             x, w = _pair(dtype, rows, out, width)
@@ -58,7 +57,7 @@ def test_a_product_is_what_torch_finds(dtype: torch.dtype, threads: int) -> None
 
 def test_a_row_is_computed_alike_alone_and_among_others(dtype: torch.dtype) -> None:
     """What a request is told does not depend on who else is served."""
-    compiled = Loops(dtype, 2)
+    compiled = Loops(dtype, Crew(2))
     x, w = _pair(dtype, 33, 97, 96)
     together = compiled.linear(x, w)
     for row in range(len(x)):
@@ -75,7 +74,7 @@ def _in_int8(out: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_product_with_int8_is_what_torch_finds_with_what_it_stands_for(
     dtype: torch.dtype, threads: int
 ) -> None:
-    compiled = Loops(dtype, threads, quantized=True)
+    compiled = Loops(dtype, Crew(threads), quantized=True)
     for out, width in SHAPES:
         w, scale = _in_int8(out, width)
         for rows in ROWS:
@@ -85,7 +84,7 @@ def test_a_product_with_int8_is_what_torch_finds_with_what_it_stands_for(
 
 
 def test_a_row_times_int8_is_computed_alike_alone_and_among_others(dtype: torch.dtype) -> None:
-    compiled = Loops(dtype, 2, quantized=True)
+    compiled = Loops(dtype, Crew(2), quantized=True)
     x, _ = _pair(dtype, 33, 97, 96)
     together = compiled.linear(x, *_in_int8(97, 96))
     for row in range(len(x)):
@@ -94,9 +93,9 @@ def test_a_row_times_int8_is_computed_alike_alone_and_among_others(dtype: torch.
 
 @pytest.mark.skipif(not tiles.are_usable(), reason="this processor has no AMX")
 def test_tiles_and_vectors_agree_on_numbers_that_are_bfloat16() -> None:
-    plain = Loops(torch.bfloat16, 1, tiled=False)
+    plain = Loops(torch.bfloat16, Crew(1), tiled=False)
     x, w = _pair(torch.bfloat16, 17, 97, 96)
-    found = Loops(torch.bfloat16, 1).linear(x, w)
+    found = Loops(torch.bfloat16, Crew(1)).linear(x, w)
     torch.testing.assert_close(found, plain.linear(x, w), atol=1e-4, rtol=1e-4)
 
 
@@ -104,7 +103,7 @@ def test_torchs_own_products_are_right_after_tiles_were_borrowed() -> None:
     """oneDNN configures a thread's tiles once, and would not see that they were changed."""
     x, w = _pair(torch.bfloat16, 64, 128, 64)
     before = torch.nn.functional.linear(x, w)
-    Loops(torch.bfloat16, 1).linear(x, w)
+    Loops(torch.bfloat16, Crew(1)).linear(x, w)
     assert torch.equal(torch.nn.functional.linear(x, w), before)
 
 
@@ -171,9 +170,9 @@ def test_a_thread_that_has_no_core_holds_nobody_up_and_harms_nobody_when_it_come
     dtype: torch.dtype,
 ) -> None:
     crew = Late(3)
-    compiled = Loops(dtype, 3, crew=crew)
+    compiled = Loops(dtype, crew)
     x, w = _pair(dtype, 17, 97, 96)
-    wanted = Loops(dtype, 1).linear(x, w)
+    wanted = Loops(dtype, Crew(1)).linear(x, w)
     first, second = compiled.linear(x, w), compiled.linear(x[:5], w)
     kept = first.clone()
     crew.let_run()
@@ -186,22 +185,10 @@ def test_a_thread_that_has_no_core_holds_nobody_up_and_harms_nobody_when_it_come
 
 
 def _decoded(runner: TorchRunner) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a step of sequences of several lengths, and the pool's bytes after it."""
+    """Logits of a step of sequences of several lengths, and the pool's numbers after it."""
     loop = Loop(runner)
-    loop.memory[:] = bytes(len(loop.memory))  # a runner clears the blocks that a step begins
-    sequences = [loop.sequence(tiny.prompt(n, seed=n), 20) for n in (1, 15, 16, 40)]
-    loop.step(sequences, chunk=64)
-    for sequence in sequences:
-        sequence.history[-1] = 5  # the same, whatever was drawn
-    batch = [sequence.step(64) for sequence in sequences]
-    with torch.inference_mode():
-        pool = KvPool(memoryview(loop.memory), 128, runner.layout, "cpu", mirrored=False)
-        wave = runner.model.lay_out(batch, pool)
-        hidden = runner.model.forward(wave, pool, Solo())
-        logits = runner.model.logits(hidden[wave.drawn], Solo())
-    assert logits is not None
-    kv = torch.frombuffer(loop.memory, dtype=DTYPES[runner.layout.dtype]).float()
-    return logits, kv.nan_to_num(0.0)
+    logits = tiny.decode_logits(loop, (1, 15, 16, 40))
+    return logits, torch.frombuffer(loop.memory, dtype=DTYPES[runner.layout.dtype]).float()
 
 
 BIASED_AND_NORMED = ["llama_mha_biased", "qwen2", "qwen3", "llama3_rope"]

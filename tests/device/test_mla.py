@@ -74,10 +74,7 @@ def test_decode_goes_on_in_another_pool_from_the_bytes_of_the_prompts_blocks(
     )
     here = prefill.sequence(tiny.prompt(length), TOKENS)
     prefill.run([here], 1, CHUNK)
-    there = decode.sequence(here.prompt, TOKENS)
-    prefill.copy_blocks(here, decode, there)
-    there.computed, there.history = length, list(here.history)
-    decode.run([there], TOKENS)
+    there = prefill.hand_over(here, decode, TOKENS)
     assert there.output == tiny.answer(oracle, here.prompt, TOKENS)
 
 

@@ -82,10 +82,7 @@ def test_decode_goes_on_in_another_pool_from_the_bytes_of_the_prompts_blocks(
     prefill, decode = Loop(tiny.runner(directory), seed=2), Loop(tiny.runner(directory), seed=3)
     here = prefill.sequence(tiny.prompt(length), TOKENS)
     prefill.run([here], 1, CHUNK)
-    there = decode.sequence(here.prompt, TOKENS)
-    prefill.copy_blocks(here, decode, there)
-    there.computed, there.history = length, list(here.history)
-    decode.run([there], TOKENS)
+    there = prefill.hand_over(here, decode, TOKENS)
     assert there.output == tiny.answer(oracle, here.prompt, TOKENS)
 
 
@@ -97,10 +94,7 @@ def test_other_bytes_in_the_prompts_blocks_change_the_answer(
     prefill, decode = Loop(tiny.runner(directory), seed=2), Loop(tiny.runner(directory), seed=3)
     here, other = (prefill.sequence(tiny.prompt(40, seed), TOKENS) for seed in (0, 1))
     prefill.run([here, other], 1)
-    there = decode.sequence(here.prompt, TOKENS)
-    prefill.copy_blocks(other, decode, there)
-    there.computed, there.history = 40, list(here.history)
-    decode.run([there], TOKENS)
+    there = prefill.hand_over(here, decode, TOKENS, instead=other)
     assert there.output != tiny.answer(oracle, here.prompt, TOKENS)
 
 
@@ -196,10 +190,7 @@ def test_a_mirrored_pool_says_the_same_and_hands_back_its_blocks(
     )
     here = prefill.sequence(tiny.prompt(50), TOKENS)
     prefill.run([here], 1, CHUNK)
-    there = decode.sequence(here.prompt, TOKENS)
-    prefill.copy_blocks(here, decode, there)
-    there.computed, there.history = 50, list(here.history)
-    decode.run([there], TOKENS)
+    there = prefill.hand_over(here, decode, TOKENS)
     assert there.output == tiny.answer(oracle, here.prompt, TOKENS)
 
 

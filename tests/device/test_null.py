@@ -87,10 +87,7 @@ def test_decode_goes_on_in_another_pool() -> None:
     prefill, decode = loop(seed=2), loop(seed=3)
     here = prefill.sequence(TEXT, 12)
     prefill.run([here], 1, chunk=7)
-    there = decode.sequence(TEXT, 12)
-    prefill.copy_blocks(here, decode, there)
-    there.computed, there.history = len(TEXT), list(here.history)
-    decode.run([there], 12)
+    there = prefill.hand_over(here, decode, 12)
     assert there.output == loop().answer(TEXT, 12)
 
 

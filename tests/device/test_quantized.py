@@ -13,14 +13,11 @@ from safetensors.torch import save_file
 
 from pdrt.config import ModelSection, NodeConfig
 from pdrt.device.backends import open_runner
-from pdrt.device.collective import Solo
-from pdrt.device.kv import KvPool
 from pdrt.device.linear import Linear
 from pdrt.device.models.blocks import Reader
 from pdrt.device.models.llama import Llama
 from pdrt.device.quantized import QuantizedLinear, Quantizer, scales
 from pdrt.device.shard import Run, Shard
-from pdrt.device.torchrunner import TorchRunner
 from pdrt.device.weights import Checkpoint
 from pdrt.errors import ConfigError
 from pdrt.modelspec import ModelSpec
@@ -209,20 +206,7 @@ def test_compiled_loops_and_torch_find_the_same_logits(
 
 
 def logits(ours: Loop) -> torch.Tensor:
-    """Of a decode step of sequences of several lengths."""
-    sequences = [ours.sequence(tiny.prompt(n, seed=n), 4) for n in (1, 15, 40)]
-    ours.step(sequences, chunk=64)
-    for sequence in sequences:
-        sequence.history[-1] = 5
-    runner = ours.runner
-    assert isinstance(runner, TorchRunner)
-    pool = KvPool(memoryview(ours.memory), 128, runner.layout, "cpu", mirrored=False)
-    with torch.inference_mode():
-        wave = runner.model.lay_out([each.step(64) for each in sequences], pool)
-        hidden = runner.model.forward(wave, pool, Solo())
-        found = runner.model.logits(hidden[wave.drawn], Solo())
-    assert found is not None
-    return found
+    return tiny.decode_logits(ours, (1, 15, 40))
 
 
 def test_a_request_is_told_the_same_alone_and_among_others(
@@ -249,10 +233,7 @@ def test_decode_goes_on_from_the_bytes_of_a_prompts_blocks(
     prefill, decode = loop(directory, kernels="torch"), loop(directory, kernels=kernels)
     here = prefill.sequence(tiny.prompt(40), TOKENS)
     prefill.run([here], 1, CHUNK)
-    there = decode.sequence(here.prompt, TOKENS)
-    prefill.copy_blocks(here, decode, there)
-    there.computed, there.history = 40, list(here.history)
-    decode.run([there], TOKENS)
+    there = prefill.hand_over(here, decode, TOKENS)
     assert there.output == loop(directory).answer(here.prompt, TOKENS, CHUNK)
     assert there.output == tiny.answer(dequantized(oracle), here.prompt, TOKENS)
 

@@ -21,6 +21,8 @@ from transformers import (
 )
 
 from pdrt.device import torchrunner
+from pdrt.device.collective import Solo
+from pdrt.device.kv import KvPool
 from pdrt.device.shard import Shard
 from pdrt.device.torchrunner import TorchRunner
 from pdrt.modelspec import Kernels, ModelSpec, Quantize
@@ -202,6 +204,24 @@ def runner(
         kernels=kernels,
         quantize=quantize,
     )
+
+
+@torch.inference_mode()
+def decode_logits(loop: Loop, lengths: Sequence[int]) -> torch.Tensor:
+    """[lengths, vocab] of one decode step of new sequences, with the same tokens for any runner."""
+    sequences = [loop.sequence(prompt(n, seed=n), 4) for n in lengths]
+    loop.memory[:] = bytes(len(loop.memory))  # a runner clears the blocks that a step begins
+    loop.step(sequences, chunk=64)
+    for sequence in sequences:
+        sequence.history[-1] = 5  # whatever was drawn
+    runner, batch = loop.runner, [sequence.step(64) for sequence in sequences]
+    assert isinstance(runner, TorchRunner)
+    blocks = len(loop.memory) // runner.layout.block_bytes
+    pool = KvPool(memoryview(loop.memory), blocks, runner.layout, "cpu", mirrored=False)
+    wave = runner.model.lay_out(batch, pool)
+    found = runner.model.logits(runner.model.forward(wave, pool, Solo())[wave.drawn], Solo())
+    assert found is not None, "a rank alone is the first"
+    return found
 
 
 def count_agreeing(loop: Loop, oracle: Any, *, gap: float, chunk: int) -> int:

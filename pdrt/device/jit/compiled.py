@@ -23,6 +23,7 @@ def _folder() -> Path:
     return (Path(asked) if asked else cache_dir()) / f"kernels-{digest}"
 
 
+# Here, for numba looks there when a loop is defined.
 numba.config.CACHE_DIR = str(_folder())
 
 # Without the interpreter's lock; what is divided by zero is infinite, as everywhere in torch.

@@ -31,7 +31,7 @@ _NOTHING: Final = np.zeros(0, np.float32)
 
 
 class Loops:
-    """For a pool and matrices of one dtype, float32 or bfloat16, on `threads` threads.
+    """For a pool and matrices of one dtype, float32 or bfloat16.
 
     Matrices may be in int8 instead; what they multiply is rounded as with those of the dtype.
     """
@@ -39,19 +39,18 @@ class Loops:
     def __init__(
         self,
         dtype: torch.dtype,
-        threads: int,
+        crew: Crew,
         *,
         tiled: bool = True,
         quantized: bool = False,
-        crew: Crew | None = None,
     ) -> None:
         """`tiled`: bfloat16 goes through AMX where there is one. `quantized`: in int8."""
         self._pool_kind = KINDS[dtype]
         self._kind = KINDS[torch.int8] if quantized else self._pool_kind
         self._is_tiled = tiled and dtype is torch.bfloat16 and tiles.are_usable()
-        self._crew = crew or Crew(threads)
-        self._tiles = _configurations(threads)
-        self._room = _aligned(threads, tiles.ROOM)
+        self._crew = crew
+        self._tiles = _configurations(crew.size)
+        self._room = _aligned(crew.size, tiles.ROOM)
         self._memory: dict[str, Floats] = {}
 
     def decode(self, weights: Weights, shape: Shape, pool: Pool, rows: Rows, wide: int) -> None:
@@ -90,23 +89,23 @@ class Loops:
         return self._crew.size
 
     def _scratch(self, phases: int, rows: int, width: int) -> Scratch:
-        """What every call needs, for x [rows, width]"""
+        """What every call needs, for x [rows, width]."""
         threads, padded = self.threads, -(-rows // TILE) * TILE
         deep = width // 2 if self._is_tiled else 0
         packed = self._floats("packed", threads, padded * deep)
-        nothing = np.zeros((threads, 0, 0), np.float32)
+        plane, cube = np.zeros((0, 0), np.float32), np.zeros((0, 0, 0), np.float32)
         return Scratch(
             sync=np.zeros(products.sync_size(phases, threads), np.int64),
             tiles=self._tiles,
             packed=packed.view(np.uint32),
             room=self._room,
             portion=self._floats("portion", threads, 2, PORTION, padded),
-            normed=nothing,
-            qkv=nothing[0],
-            attended=nothing[0],
-            hidden=nothing[0],
-            scores=nothing[0],
-            shares=nothing,
+            normed=cube,
+            qkv=plane,
+            attended=plane,
+            hidden=plane,
+            scores=plane,
+            shares=cube,
         )
 
     def _floats(self, name: str, *shape: int) -> Floats:

@@ -1,8 +1,9 @@
 """Products of bfloat16 matrices on Intel's AMX: tiles of 16 rows of 64 bytes.
 
-Weights are a tile as they lie in memory, 16 rows of 32 values; of the activations (`pack`) two
-values that follow each other in a row stand side by side. A tile that is multiplied is 16 rows of
-x deep whether they are there or not, so a product is the same for a row alone and among others.
+Weights are a tile as they lie in memory, 16 rows of 32 values; of the activations two values that
+follow each other in a row stand side by side (`products._pack`). A tile that is multiplied is 16
+rows of x deep whether they are there or not, so a product is the same for a row alone and among
+others.
 
 Weights in int8, all of which bfloat16 holds exactly, are widened into tiles first. What stands
 side by side then is a value and the one 16 further on, since that takes half as long.
@@ -24,8 +25,6 @@ TILE: Final = 16
 DEEP: Final = 32  # values of a row that one instruction multiplies
 _TILE_BYTES: Final = TILE * DEEP * 2
 ROOM: Final = 2 * 3 * _TILE_BYTES
-
-
 _HAS_THEM: Final = FEATURES.get("amx-bf16", False) and FEATURES.get("amx-tile", False)
 
 
@@ -39,8 +38,8 @@ def are_usable() -> bool:
 def tile_dots(_context, kind, down, across, x, w, width, out, apart, room):
     """out[j, i] = w[j] . x[i] for j < down * TILE, i < across * TILE; down * across <= 6 (literal).
 
-    w is bfloat16 or int8 with rows of `width` values, x as `pack` leaves it for this kind, out
-    float32. For int8 there are ROOM bytes to widen it in.
+    w is bfloat16 or int8 with rows of `width` values, x as `products._pack` leaves it for the kind,
+    out float32. For int8 there are ROOM bytes to widen it in.
     """
     rows, columns = down.literal_value, across.literal_value
 

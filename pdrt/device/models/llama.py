@@ -22,8 +22,7 @@ from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
 from pdrt.device.models.blocks import FeedForward, Reader, rms_norm
 from pdrt.device.models.experts import feed_forward
-from pdrt.device.models.looped import Looped, Singles, looped
-from pdrt.device.models.looped import lay_out as singles
+from pdrt.device.models.looped import Looped, TableWave, lay_out_tables, looped
 from pdrt.device.models.vocabulary import Vocabulary, vocabulary
 from pdrt.device.quantized import Matrix
 from pdrt.device.rope import frequencies, rotate_
@@ -63,7 +62,7 @@ class Llama:
 
     def lay_out(self, batch: Sequence[SeqStep], pool: KvPool) -> Wave:
         if self._looped and self._looped.takes(batch):
-            return singles(batch, pool)
+            return lay_out_tables(batch, pool)
         return lay_out(batch, pool, KvLayouts(pool, self._vocabulary.dtype))
 
     def forward(self, wave: Wave, pool: KvPool, group: Collective) -> Tensor:
@@ -72,8 +71,8 @@ class Llama:
         turned = heads + self._kv_heads
         x = self._vocabulary.embed(wave.tokens, group)
         cos, sin = self._angles(wave.positions)
-        if isinstance(wave, Singles):
-            assert self._looped, "who lays out singles computes them"
+        if isinstance(wave, TableWave):
+            assert self._looped, "who lays out tables computes them"
             return self._looped.forward(x.float(), cos, sin, wave, pool)
         cos, sin = (each.to(x.dtype).unsqueeze(1) for each in (cos, sin))
         for number, layer in enumerate(self._layers):
@@ -110,8 +109,8 @@ def load(
     weights: Checkpoint,
     dtype: torch.dtype,
     device: str,
-    kernels: Kernels = "torch",
-    quantize: Quantize = "none",
+    kernels: Kernels,
+    quantize: Quantize,
 ) -> Llama:
     """Read the shard's weights. Raises ConfigError when they do not fit the spec."""
     spec, read = shard.spec, Reader(weights, dtype, device, quantize)

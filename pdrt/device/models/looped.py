@@ -53,7 +53,7 @@ class Layer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Singles(Wave):
+class TableWave(Wave):
     """A wave of one token each of some sequences, over block tables [sequences, blocks]."""
 
     tables: Ints
@@ -90,7 +90,7 @@ class Looped:
             len(step.tokens) == 1 and step.scoring is None for step in batch
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, wave: Singles, pool: KvPool) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, wave: TableWave, pool: KvPool) -> Tensor:
         """Hidden states for embeddings x [rows, hidden]; cosines and sines [rows, head_dim / 2].
 
         All are float32; x becomes the hidden states.
@@ -107,7 +107,7 @@ class Looped:
         return self._loops.linear(normed, head.weight, _scale(head))
 
 
-def lay_out(batch: Sequence[SeqStep], pool: KvPool) -> Singles:
+def lay_out_tables(batch: Sequence[SeqStep], pool: KvPool) -> TableWave:
     """Of a batch that `Looped` takes."""
     size = pool.block_size
     ends = np.array([step.start for step in batch], np.int64)
@@ -117,7 +117,7 @@ def lay_out(batch: Sequence[SeqStep], pool: KvPool) -> Singles:
         table[:count] = step.blocks[:count]
     drawn = [row for row, step in enumerate(batch) if step.draw is not None]
     nothing = torch.empty(0, dtype=torch.int64)
-    return Singles(
+    return TableWave(
         tokens=torch.tensor([step.tokens[0] for step in batch]),
         positions=torch.from_numpy(ends),
         cells=nothing,
@@ -146,11 +146,12 @@ def looped(
         return None
     problem = _problem(shard, layers, head.weight)
     if problem is None:
+        from pdrt.device.jit.crew import Crew
         from pdrt.device.jit.loops import Loops
 
         told("compile", 0, 1)
         is_quantized = any(isinstance(layer.qkv, QuantizedLinear) for layer in layers)
-        loops = Loops(dtype, torch.get_num_threads(), quantized=is_quantized)
+        loops = Loops(dtype, Crew(torch.get_num_threads()), quantized=is_quantized)
         found = Looped(shard.spec, layers, loops)
         found.compile(head)
         told("compile", 1, 1)
