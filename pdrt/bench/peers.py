@@ -104,7 +104,7 @@ def points(servers: Sequence[Server], turns: Turns) -> list[Mapping[str, object]
     for server in servers:
         for row in ROWS:
             value, of_first = cell(turns, row, server.name, servers[0].name)
-            errors = sum(turn.errors for turn in turns[row.load, server.name])
+            whole = Turn.pooled(turns[row.load, server.name])
             told.append(
                 {
                     "name": server.name,
@@ -112,7 +112,8 @@ def points(servers: Sequence[Server], turns: Turns) -> list[Mapping[str, object]
                     "value": value,
                     "unit": row.unit,
                     "of_first": of_first,
-                    "errors": errors,
+                    "errors": whole.errors,
+                    "busy_turns": whole.busy,
                 }
             )
     return told

@@ -1,13 +1,14 @@
 """Loads put on several servers in turns, so that whatever else a machine does meets all alike.
 
 In each round every server has a turn with each load, in an order that rotates; what is compared
-are figures of the same round.
+are figures of the same round. A turn begins when the one before it has left the machine quiet, and
+with a request that does not count, since the first one after a pause may take longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final, TypeAlias, TypeVar
 
@@ -16,12 +17,14 @@ from aiohttp import ClientSession
 from pdrt.bench.heard import Record, told_by
 from pdrt.bench.load import Ran, Server, client, poisson, sender, steady
 from pdrt.bench.prompts import Prompts
+from pdrt.bench.quiet import until_quiet
 from pdrt.bench.summary import Turn
 from pdrt.errors import Unavailable
 
 T = TypeVar("T")
 Step: TypeAlias = Callable[[str], None]  # told of each request that is over, and whose it was
 Turns: TypeAlias = Mapping[tuple[str, str], Sequence[Turn]]  # by load and server
+Quiet: TypeAlias = Callable[[], Awaitable[bool]]  # waits; whether the machine is quiet now
 _WARMING: Final = -1  # the number of the round before the first
 
 
@@ -63,7 +66,11 @@ class Effort:
 
 
 async def measure(
-    servers: Sequence[Server], loads: Sequence[Load], effort: Effort, step: Step
+    servers: Sequence[Server],
+    loads: Sequence[Load],
+    effort: Effort,
+    step: Step,
+    quiet: Quiet = until_quiet,
 ) -> Turns:
     """Raises PdrtError when a server cannot be asked at all; later failures are counted."""
     found: dict[tuple[str, str], list[Turn]] = {}
@@ -74,8 +81,12 @@ async def measure(
         for number in range(effort.rounds):
             for load in loads:
                 for server in rotated(servers, number):
+                    is_quiet = len(servers) == 1 or await _prepared(
+                        session, server, load, number, quiet
+                    )
                     ran = await load.put_on(session, server, number, step)
-                    found.setdefault((load.title, server.name), []).append(Turn.of(ran))
+                    turn = Turn.of(ran, is_quiet=is_quiet)
+                    found.setdefault((load.title, server.name), []).append(turn)
     return found
 
 
@@ -84,11 +95,27 @@ async def _warm_up(
 ) -> None:
     """Of each load that many requests, in its concurrency. Raises Unavailable when one fails."""
     for load in loads:
-        few = Load(load.title, load.prompts, requests, load.concurrency)
-        ran = await few.put_on(session, server, _WARMING, lambda _whose: None)
+        ran = await _uncounted(session, server, load, requests, _WARMING)
         for told in map(told_by, ran.records):
             if told.failure:
                 raise Unavailable(f"{server.name}, warming up: {told.failure}: {told.reason}")
+
+
+async def _prepared(
+    session: ClientSession, server: Server, load: Load, number: int, quiet: Quiet
+) -> bool:
+    """For a turn after another server's. Whether the machine is quiet."""
+    is_quiet = await quiet()
+    await _uncounted(session, server, load, 1, _WARMING - 1 - number)
+    return is_quiet
+
+
+async def _uncounted(
+    session: ClientSession, server: Server, load: Load, requests: int, number: int
+) -> Ran:
+    """So many requests of the load, in its concurrency. `number` is of no round."""
+    few = replace(load, requests=requests, rate=0.0)
+    return await few.put_on(session, server, number, lambda _whose: None)
 
 
 def rotated(those: Sequence[T], number: int) -> list[T]:

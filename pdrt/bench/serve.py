@@ -82,7 +82,9 @@ def serve(asked: Asked, report: Report, console: Console) -> int:
             peers.show(console, asked.servers, turns)
         else:
             show(console, asked.servers, turns, asked.limits)
-        tell_client(console, [turn for each in turns.values() for turn in each])
+        whole = Turn.pooled([turn for each in turns.values() for turn in each])
+        tell_busy(console, whole, sum(map(len, turns.values())))
+        tell_client(console, whole)
     failed = tell_failures(Console(stderr=True, highlight=False), asked.servers, turns)
     if report.json_file:
         write_points(report.json_file, points(asked, turns))
@@ -112,6 +114,7 @@ def points(asked: Asked, turns: Turns) -> list[Mapping[str, object]]:
             "url": server.base,
             **point(Turn.pooled(mine), asked.limits),
             "of_first": ratios(mine, first),
+            "busy_turns": sum(turn.busy for turn in mine),
             **load,
         }
         for server in asked.servers
@@ -179,8 +182,14 @@ def _rows(pooled: Sequence[Turn], limits: Limits) -> Iterator[tuple[str, list[st
         yield "tokens an event", [f"{turn.tokens_per_event:.2f}" for turn in pooled]
 
 
-def tell_client(console: Console, turns: Sequence[Turn]) -> None:
-    share = Turn.pooled(turns).client_share
+def tell_busy(console: Console, whole: Turn, turns: int) -> None:
+    if whole.busy:
+        advice = "what else runs here shows in their figures"
+        console.print(f"{whole.busy} of {turns} turns began on a busy machine: {advice}")
+
+
+def tell_client(console: Console, whole: Turn) -> None:
+    share = whole.client_share
     advice = "; that much shows in the figures: lower the load" if share > _BUSY else ""
     console.print(f"the client itself used {share:.1%} of one core{advice}")
 

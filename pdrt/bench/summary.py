@@ -69,10 +69,11 @@ class Turn:
     reasons: dict[str, str] = field(default_factory=dict)  # the first one of each code
     seconds: float = 0.0
     client_s: float = 0.0
+    busy: int = 0  # of how many turns the machine was busy when they began
 
     @staticmethod
-    def of(ran: Ran) -> Turn:
-        turn = Turn(seconds=ran.seconds, client_s=ran.client_s)
+    def of(ran: Ran, *, is_quiet: bool = True) -> Turn:
+        turn = Turn(seconds=ran.seconds, client_s=ran.client_s, busy=int(not is_quiet))
         for told in map(told_by, ran.records):
             turn.add(told)
         return turn
@@ -93,6 +94,7 @@ class Turn:
             whole.reasons = turn.reasons | whole.reasons
             whole.seconds += turn.seconds
             whole.client_s += turn.client_s
+            whole.busy += turn.busy
         return whole
 
     @property

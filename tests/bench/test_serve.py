@@ -18,7 +18,7 @@ from pdrt.bench.heard import Record, Told
 from pdrt.bench.load import Ran, Server
 from pdrt.bench.prompts import Lengths, Prompts
 from pdrt.bench.rounds import Effort, Load, measure, rotated
-from pdrt.bench.serve import Asked, fresh, points, serve, servers_of, show, tell_failures
+from pdrt.bench.serve import Asked, fresh, points, serve, servers_of, show, tell_busy, tell_failures
 from pdrt.bench.serve_plot import shares
 from pdrt.bench.shell import Report
 from pdrt.bench.summary import Limits, Spread, Turn, quantile, ratio, ratios
@@ -50,6 +50,10 @@ def asked(urls: Sequence[str], **more: object) -> Asked:
         limits=Limits(),
     )
     return replace(usual, **more)  # type: ignore[arg-type]
+
+
+async def at_once() -> bool:
+    return True
 
 
 # Figures.
@@ -157,19 +161,62 @@ async def test_each_server_has_a_turn_in_each_round_and_the_warm_up_does_not_cou
         servers = servers_of([f"a={url}", f"b={url2}"])
         loads = [Load("x", PROMPTS, 3, 2), Load("y", PROMPTS, 2, 1, rate=1000.0)]
         effort = Effort(2, 1, 5.0)
-        turns = await measure(servers, loads, effort, steps.append)
+        turns = await measure(servers, loads, effort, steps.append, at_once)
     assert {name: [len(t.answers) for t in found] for name, found in turns.items()} == {
         ("x", "a"): [3, 3],
         ("x", "b"): [3, 3],
         ("y", "a"): [2, 2],
         ("y", "b"): [2, 2],
     }
-    assert len(one.bodies) == len(other.bodies) == 2 * 1 + 2 * (3 + 2)
+    warm_up, before_each_turn = 2 * 1, 2 * 2
+    counted = 2 * (3 + 2)
+    assert len(one.bodies) == len(other.bodies) == warm_up + before_each_turn + counted
     assert effort.requests(2, loads) == len(steps) == 20
     assert steps == [
         *(["x: a"] * 3 + ["x: b"] * 3 + ["y: a"] * 2 + ["y: b"] * 2),
         *(["x: b"] * 3 + ["x: a"] * 3 + ["y: b"] * 2 + ["y: a"] * 2),
     ]
+
+
+async def test_before_a_turn_among_others_the_machine_gets_quiet_and_the_server_is_asked() -> None:
+    servers, seen, told = [Scripted(), Scripted()], list[tuple[int, ...]](), iter([True, False] * 2)
+
+    async def quiet() -> bool:
+        seen.append(tuple(len(server.bodies) for server in servers))
+        assert not any(server.in_flight for server in servers)
+        return next(told)
+
+    async with serving(servers[0]) as url, serving(servers[1]) as url2:
+        both = servers_of([f"a={url}", f"b={url2}"])
+        loads = [Load("x", PROMPTS, 3, 2)]
+        turns = await measure(both, loads, Effort(2, 0, 5.0), lambda _whose: None, quiet)
+    assert seen == [(0, 0), (4, 0), (4, 4), (4, 8)]
+    busy = {name: [turn.busy for turn in found] for (_, name), found in turns.items()}
+    assert busy == {"a": [0, 1], "b": [1, 0]}
+    for server in servers:
+        shapes = {(len(body["prompt"]), body["max_tokens"]) for body in server.bodies}
+        assert shapes == {(8, 4)}, "what does not count is like what does"
+        assert len({tuple(body["prompt"]) for body in server.bodies}) == 8, "and not the same"
+
+
+async def test_what_a_server_answers_before_its_turn_does_not_count() -> None:
+    one, other = Scripted(script=[429]), Scripted()
+    async with serving(one) as url, serving(other) as url2:
+        servers = servers_of([f"a={url}", f"b={url2}"])
+        loads = [Load("x", PROMPTS, 3, 1)]
+        turns = await measure(servers, loads, Effort(1, 0, 5.0), lambda _whose: None, at_once)
+    assert [(len(t.answers), t.errors) for t in turns["x", "a"]] == [(3, 0)]
+
+
+async def test_a_server_alone_waits_for_nothing_and_is_asked_nothing_more() -> None:
+    async def quiet() -> bool:
+        raise AssertionError("nobody was here before")
+
+    scripted = Scripted()
+    async with serving(scripted) as url:
+        loads = [Load("x", PROMPTS, 3, 1)]
+        await measure(servers_of([url]), loads, Effort(2, 0, 5.0), lambda _whose: None, quiet)
+    assert len(scripted.bodies) == 6
 
 
 async def test_a_server_that_cannot_warm_up_is_not_measured() -> None:
@@ -224,6 +271,21 @@ def test_tables_and_points_tell_the_same() -> None:
     assert spec | {"ttft_ms", "itl_ms", "e2e_ms"} <= second.keys()
     assert second["of_first"]["ttft_p50"] == pytest.approx(2.5)  # type: ignore[index]
     assert {"mean", "p50", "p90", "p99"} <= second["itl_ms"].keys()  # type: ignore[attr-defined]
+
+
+def test_turns_that_began_on_a_busy_machine_are_told() -> None:
+    turns = [Turn([answer(0.2, 0.1)], seconds=2.0, busy=busy) for busy in (1, 0, 1)]
+    told = [io.StringIO(), io.StringIO()]
+    tell_busy(Console(file=told[0], width=120), Turn.pooled(turns), 3)
+    tell_busy(Console(file=told[1], width=120), Turn.pooled(turns[1:2]), 1)
+    assert "2 of 3 turns began on a busy machine" in told[0].getvalue()
+    assert told[1].getvalue() == ""
+    wanted = asked(["a=h:1", "b=h:2"])
+    of_loads = {("load", "a"): turns, ("load", "b"): turns[1:2] * 3}
+    assert [each["busy_turns"] for each in points(wanted, of_loads)] == [2, 0]
+    of_rows = {(row.load, name): turns for row in peers.ROWS for name in ("a", "b")}
+    found = peers.points(wanted.servers, of_rows)
+    assert {each["busy_turns"] for each in found} == {2}
 
 
 def test_peers_are_compared_row_by_row() -> None:
