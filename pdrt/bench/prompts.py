@@ -76,12 +76,12 @@ class Prompts:
     seed: int = 0
     talks: Sequence[Ask] = ()  # of a file, instead
 
-    def draw(self, count: int, number: int, server: str) -> list[Ask]:
-        """The requests of a round: lengths are the same for all servers, contents are not."""
+    def draw(self, count: int, number: int, whose: str) -> list[Ask]:
+        """The requests of a round: all have the same lengths, and each contents of its own."""
         lengths = Random(f"{self.seed} {number}")
         if self.talks:
             return [lengths.choice(self.talks) for _ in range(count)]
-        content = Random(f"{self.seed} {number} {server}")
+        content = Random(f"{self.seed} {number} {whose}")
         shared = self._content(self.shared_prefix, Random(f"{self.seed} shared"))
         sizes = [(self.input.draw(lengths), self.output.draw(lengths)) for _ in range(count)]
         return [self._ask(shared[: most - 1], most, answer, content) for most, answer in sizes]

@@ -39,7 +39,8 @@ class Load:
     rate: float = 0.0  # requests a second, by chance; 0: as many in flight as `concurrency`
 
     async def put_on(self, session: ClientSession, server: Server, number: int, step: Step) -> Ran:
-        asks = self.prompts.draw(self.requests, number, server.name)
+        whose = f"{server.name}, {self.title}"  # else all loads of a round begin alike
+        asks = self.prompts.draw(self.requests, number, whose)
         bodies = [server.body(ask) for ask in asks]
         send = sender(session, server)
 

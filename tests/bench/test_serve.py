@@ -208,6 +208,16 @@ async def test_what_a_server_answers_before_its_turn_does_not_count() -> None:
     assert [(len(t.answers), t.errors) for t in turns["x", "a"]] == [(3, 0)]
 
 
+async def test_no_two_prompts_of_a_run_begin_alike_whatever_their_loads() -> None:
+    """A prefix cache would spare one server what it does not spare another."""
+    scripted = Scripted()
+    async with serving(scripted) as url:
+        loads = peers.loads(PROMPTS, is_quick=True)
+        await measure(servers_of([url]), loads, Effort(2, 2, 5.0), lambda _whose: None)
+    begins = [tuple(body["prompt"][:16]) for body in scripted.bodies]
+    assert len(set(begins)) == len(begins) == 4 * 2 + 2 * (2 + 16 + 2 + 2)
+
+
 async def test_a_server_alone_waits_for_nothing_and_is_asked_nothing_more() -> None:
     async def quiet() -> bool:
         raise AssertionError("nobody was here before")
