@@ -77,7 +77,7 @@ class Prompts:
     talks: Sequence[Ask] = ()  # of a file, instead
 
     def draw(self, count: int, number: int, whose: str) -> list[Ask]:
-        """The requests of a round: all have the same lengths, and each contents of its own."""
+        """The requests of a round: lengths do not depend on whose they are, contents do."""
         lengths = Random(f"{self.seed} {number}")
         if self.talks:
             return [lengths.choice(self.talks) for _ in range(count)]
