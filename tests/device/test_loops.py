@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,10 +25,14 @@ from tests.device.loop import Loop
 from tests.device.tiny import Tiny
 
 pytest.importorskip("numba", reason="pdrt[cpu] is not installed")
+import numba
+
 from pdrt.device.jit import products, tiles
 from pdrt.device.jit.crew import Crew, Job
 from pdrt.device.jit.loops import Loops
+from pdrt.device.jit.products import Scratch
 
+Bytes = npt.NDArray[np.uint8]
 ROWS = [1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64]
 SHAPES = [(1, 32), (15, 64), (48, 32), (97, 96), (320, 64)]  # out, in
 
@@ -91,7 +96,10 @@ def test_a_row_times_int8_is_computed_alike_alone_and_among_others(dtype: torch.
         assert torch.equal(compiled.linear(x[row : row + 1], *_in_int8(97, 96))[0], together[row])
 
 
-@pytest.mark.skipif(not tiles.are_usable(), reason="this processor has no AMX")
+with_amx = pytest.mark.skipif(not tiles.are_usable(), reason="this processor has no AMX")
+
+
+@with_amx
 def test_tiles_and_vectors_agree_on_numbers_that_are_bfloat16() -> None:
     plain = Loops(torch.bfloat16, Crew(1), tiled=False)
     x, w = _pair(torch.bfloat16, 17, 97, 96)
@@ -181,7 +189,112 @@ def test_a_thread_that_has_no_core_holds_nobody_up_and_harms_nobody_when_it_come
     assert torch.equal(first, kept)
 
 
+class Seen(Loops):
+    """What each call works in is seen."""
+
+    def __init__(self, dtype: torch.dtype, crew: Crew) -> None:
+        super().__init__(dtype, crew)
+        self.scratches = list[Scratch]()
+
+    def _scratch(self, phases: int, rows: int, width: int) -> Scratch:
+        self.scratches.append(super()._scratch(phases, rows, width))
+        return self.scratches[-1]
+
+
+def test_a_thread_that_comes_when_a_call_is_over_writes_nothing(dtype: torch.dtype) -> None:
+    crew = Late(2)
+    compiled = Seen(dtype, crew)
+    compiled.linear(*_pair(dtype, 17, 97, 96))
+    [scratch] = compiled.scratches
+    for memory in (scratch.packed, scratch.portion, scratch.room):
+        memory.fill(7)  # what the next call has there
+    all_but_the_door = scratch._replace(sync=scratch.sync[1:])._asdict()
+    before = {name: memory.copy() for name, memory in all_but_the_door.items()}
+    crew.let_run()
+    changed = {name for name, memory in all_but_the_door.items() if (memory != before[name]).any()}
+    assert changed == set()
+
+
+class Behind(Late):
+    """Something has happened when the caller's own thread begins."""
+
+    def __init__(self, size: int, before: Callable[[], object]) -> None:
+        super().__init__(size)
+        self._before = before
+
+    def run(self, job: Job) -> None:
+        self._before()
+        super().run(job)
+
+
+def test_a_call_is_not_over_before_the_last_portion_is_given_whoever_has_it() -> None:
+    x, w = _pair(torch.float32, 5, 97, 96)
+    portions, taken, order = products.portions_of(len(w)), list[int](), list[str]()
+    begun, back = threading.Event(), threading.Event()
+
+    def take_one() -> None:
+        taken.append(products.take(compiled.scratches[-1], 0, 1, portions))
+        begun.set()
+
+    def call() -> None:
+        compiled.linear(x, w)
+        order.append("back")
+        back.set()
+
+    compiled = Seen(torch.float32, Behind(2, take_one))
+    threading.Thread(target=call, daemon=True).start()
+    assert begun.wait(timeout=25), "compiled"
+    try:
+        while not products.is_over(compiled.scratches[-1], 0, portions - 1):
+            back.wait(timeout=0.001)  # compiled code sets no event
+        back.wait(timeout=0.2)  # it does not come
+        order.append("given")
+    finally:
+        products.give(compiled.scratches[-1], 0)
+    assert back.wait(timeout=10)
+    assert order == ["given", "back"]
+    assert taken[0] < portions
+
+
 # In a model.
+
+
+_load_tiles = numba.njit(lambda address: tiles.load_tiles(address))
+_save_tiles = numba.njit(lambda address: tiles.save_tiles(address))
+
+
+def _saved() -> Bytes:
+    found = np.zeros(64, np.uint8)
+    _save_tiles(found.ctypes.data)
+    return found
+
+
+@with_amx
+def test_a_thread_has_its_tiles_after_a_call_as_they_were_before_it(
+    tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a configuration that is not ours: oneDNN's may be the same, and hide a mistake."""
+    theirs, after = np.zeros(64, np.uint8), dict[str, Bytes]()
+    theirs[0], theirs[16:32:2], theirs[48:56] = 1, 64, 8  # palette, bytes of a row, rows
+
+    def watched(name: str, call: Callable[..., object]) -> Callable[..., object]:
+        def called(*args: object) -> object:
+            torchs = _saved()
+            _load_tiles(theirs.ctypes.data)
+            result = call(*args)
+            after[name] = _saved()
+            _load_tiles(torchs.ctypes.data)
+            return result
+
+        return called
+
+    calls: dict[str, Callable[..., object]] = {"decode": Loops.decode, "linear": Loops.linear}
+    for name, call in calls.items():
+        monkeypatch.setattr(Loops, name, watched(name, call))
+    _decoded(tiny.runner(tiny_model("llama")[0], "bfloat16", kernels="compiled"))
+    assert after.keys() == {"decode", "linear"}
+    for found in after.values():
+        np.testing.assert_array_equal(found, theirs)
 
 
 def _decoded(runner: TorchRunner) -> tuple[torch.Tensor, torch.Tensor]:
