@@ -1,4 +1,4 @@
-"""Compiles the loops of decode steps, so that tests in several processes find them on disk."""
+"""Compiles the loops, so that tests in several processes find them on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main() -> None:
     if importlib.util.find_spec("numba") is None:
         return
     with tempfile.TemporaryDirectory() as folder:
-        tiny.make("llama", Path(folder))
+        tiny.make("llama_wide_heads", Path(folder))
         for dtype, quantize in product(DTYPES, QUANTIZED):
             tiny.runner(Path(folder), dtype, quantize=quantize, kernels="compiled")
 

@@ -141,9 +141,9 @@ def lay_out(batch: Sequence[SeqStep], pool: KvPool, layouts: Layouts) -> Wave:
         row += len(batch[i].tokens)
 
     positions = np.concatenate([np.arange(s.start, s.start + len(s.tokens)) for s in steps])
-    blocks = np.concatenate([_blocks_of(step, size) for step in steps])
+    blocks = np.concatenate([blocks_of(step, size) for step in steps])
     wanted = [last_row[i] for i, step in enumerate(batch) if step.draw is not None]
-    scored = [row for i, step in enumerate(batch) for row in _scored_rows(step, last_row[i])]
+    scored = [row for i, step in enumerate(batch) for row in scored_rows(step, last_row[i])]
     return Wave(
         tokens=pool.index(np.concatenate([np.asarray(s.tokens, np.int64) for s in steps])),
         positions=pool.index(positions),
@@ -154,7 +154,7 @@ def lay_out(batch: Sequence[SeqStep], pool: KvPool, layouts: Layouts) -> Wave:
     )
 
 
-def _scored_rows(step: SeqStep, last_row: int) -> range:
+def scored_rows(step: SeqStep, last_row: int) -> range:
     """The rows of the step that have a target."""
     if step.scoring is None:
         return range(0)
@@ -179,7 +179,7 @@ def grouped(blocks: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _blocks_of(step: SeqStep, size: int) -> Ints:
+def blocks_of(step: SeqStep, size: int) -> Ints:
     """The block of each of the step's tokens."""
     if len(step.tokens) == 1:
         return np.array([step.blocks[step.start // size]], np.int64)

@@ -6,7 +6,6 @@ import importlib.util
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pdrt.config import NodeConfig
 from pdrt.device.backends import open_runner
 from pdrt.device.kv import DTYPES
-from pdrt.device.models.looped import MOST_ROWS, Looped
 from pdrt.device.torchrunner import TorchRunner
 from pdrt.errors import ConfigError
 from tests.device import tiny
@@ -288,11 +286,16 @@ def test_a_thread_has_its_tiles_after_a_call_as_they_were_before_it(
 
         return called
 
-    calls: dict[str, Callable[..., object]] = {"decode": Loops.decode, "linear": Loops.linear}
+    calls: dict[str, Callable[..., object]] = {
+        "decode": Loops.decode,
+        "linear": Loops.linear,
+        "prefill": Loops.prefill,
+    }
     for name, call in calls.items():
         monkeypatch.setattr(Loops, name, watched(name, call))
-    _decoded(tiny.runner(tiny_model("llama")[0], "bfloat16", kernels="compiled"))
-    assert after.keys() == {"decode", "linear"}
+    directory, _ = tiny_model("llama_wide_heads")
+    _decoded(tiny.runner(directory, "bfloat16", kernels="compiled"))
+    assert after.keys() == calls.keys()
     for found in after.values():
         np.testing.assert_array_equal(found, theirs)
 
@@ -328,28 +331,6 @@ def test_bfloat16_is_as_near_to_float32_as_torchs(
     torchs = _decoded(tiny.runner(directory, "bfloat16", kernels="torch"))
     for right, found, other in zip(exact, ours, torchs, strict=True):
         assert (found - right).abs().mean() <= 1.1 * (other - right).abs().mean()
-
-
-def test_decode_steps_are_compiled_and_others_are_torchs(
-    tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = list[int]()
-
-    def noted(self: Looped, *args: Any) -> torch.Tensor:
-        sizes.append(len(args[0]))
-        return forward(self, *args)
-
-    forward = Looped.forward
-    monkeypatch.setattr(Looped, "forward", noted)
-    loop = Loop(tiny.runner(tiny_model("llama")[0]), blocks=256)
-    few = [loop.sequence(tiny.prompt(3), 8) for _ in range(2)]
-    loop.run(few, 3)  # a prompt, and two steps
-    assert sizes == [2, 2]
-    many = [loop.sequence(tiny.prompt(3), 8) for _ in range(MOST_ROWS + 1)]
-    loop.run(many, 2)
-    assert sizes == [2, 2], "too many for the loops"
-    loop.step([few[0], loop.sequence(tiny.prompt(9), 8)], chunk=4)
-    assert sizes == [2, 2], "with a chunk of a prompt"
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v2", "narrow"])

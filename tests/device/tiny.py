@@ -69,6 +69,7 @@ _GROUPS: Final = {"n_group": 4, "topk_group": 2}
 
 CONFIGS: Final[dict[str, Any]] = {
     "llama": LlamaConfig(**SHAPE),
+    "llama_wide_heads": LlamaConfig(**SHAPE | {"head_dim": 32}),
     "llama_mha_biased": LlamaConfig(
         **SHAPE | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
     ),

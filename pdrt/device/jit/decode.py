@@ -169,7 +169,7 @@ def _place(kind, row, head, layer, heads, weights, shape, rows, strip, own):
 
 
 @loop()
-def _attend_head(kind, me, scratch, rows, row, head, layer, weights, shape, pool):
+def attend_head(kind, me, scratch, rows, row, head, layer, weights, shape, pool):
     """A row's queries of one kv head over its blocks."""
     dim, group, size = shape.head_dim, shape.heads // shape.kv_heads, pool.size
     strip = size * dim * bytes_of(kind)
@@ -203,7 +203,7 @@ def _attend(kind, me, scratch, phase, rows, layer, weights, shape, pool):
         if task >= tasks:
             break
         row, head = task // shape.kv_heads, task % shape.kv_heads
-        _attend_head(kind, me, scratch, rows, row, head, layer, weights, shape, pool)
+        attend_head(kind, me, scratch, rows, row, head, layer, weights, shape, pool)
         give(scratch, phase)
     finish(scratch, phase, tasks)
 

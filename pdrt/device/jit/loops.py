@@ -13,13 +13,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdrt.device.jit import decode, products, tiles
+from pdrt.device.jit import decode, prefill, products, tiles
+from pdrt.device.jit.chunks import BLOCK, QUERIES, Desk, Prompts
 from pdrt.device.jit.crew import Crew
 from pdrt.device.jit.decode import PHASES, Pool, Rows, Shape, Weights
+from pdrt.device.jit.prefill import LOT, TALL
 from pdrt.device.jit.products import PORTION, Scratch
-from pdrt.device.jit.tiles import TILE
+from pdrt.device.jit.sizes import DEEP, TILE
 
-STEP: Final = tiles.DEEP  # widths of matrices are multiples of this, heads of LANES
+STEP: Final = DEEP  # widths of matrices are multiples of this, heads of LANES
 Floats = npt.NDArray[np.float32]
 KINDS: Final[dict[torch.dtype, np.generic]] = {
     torch.float32: np.float32(0),
@@ -73,6 +75,64 @@ class Loops:
         )
         fixed = self._kind, self._pool_kind, self._is_tiled
         self._crew.run(lambda me: decode.decode(*fixed, me, weights, shape, pool, rows, scratch))
+
+    def has_prefill(self, head_dim: int) -> bool:
+        """Whether `prefill` can compute a model of these matrices and heads."""
+        if self._kind is KINDS[torch.float32]:
+            return True
+        return self._is_tiled and self._kind is self._pool_kind and head_dim % DEEP == 0
+
+    def prefill(
+        self, weights: Weights, shape: Shape, pool: Pool, prompts: Prompts, wide: int
+    ) -> None:
+        """Chunks of prompts, and single tokens, through all layers: `prompts.x` becomes the hidden
+        states. `wide` is the MLP's intermediate size.
+        """
+        desk = self._desk(shape, prompts, wide)
+        rows, q = len(prompts.singles.positions), shape.heads * shape.head_dim
+        group = shape.heads // shape.kv_heads
+        tokens = prompts.singles.tables.shape[1] * pool.size
+        scratch = self._scratch(prefill.PHASES * pool.layers, 0, 0)._replace(
+            qkv=self._floats("qkv", rows, q + 2 * shape.kv_heads * shape.head_dim),
+            attended=self._floats("attended", rows, q),
+            scores=self._floats("scores", self.threads, group * tokens),
+            shares=self._floats("shares", self.threads, group, tokens),
+        )
+        given = weights, shape, pool, prompts, desk, scratch
+        self._crew.run(lambda me: prefill.prefill(self._kind, me, *given))
+
+    def _desk(self, shape: Shape, prompts: Prompts, wide: int) -> Desk:
+        panels, hidden, _ = prompts.x.shape
+        q, dim, kv = shape.heads * shape.head_dim, shape.head_dim, shape.kv_heads
+        keys = int(prompts.chunks[:, 4].sum())
+        longest = int(prompts.chunks[:, 4].max(initial=0))
+        straight = longest if self._kind.itemsize == 2 else 0
+        return Desk(
+            self._narrow("panels normed", panels, hidden),
+            self._wide("panels of qkv", panels, q + 2 * kv * dim),
+            self._narrow("queries", panels, q),
+            self._narrow("panels attended", panels, q),
+            self._narrow("panels of the MLP", panels, wide),
+            self._of_kind("keys", kv, keys, dim),
+            self._of_kind("values", kv, keys, dim),
+            self._of_kind("straight", self.threads, straight, dim),
+            self._wide("gates", self.threads, 2, TALL, LOT),
+            self._wide("lines", self.threads, 4),
+            self._wide("panels of scores", self.threads, QUERIES, BLOCK),
+            self._wide("sums", self.threads, QUERIES, dim),
+            self._wide("state", self.threads, QUERIES, 3),
+        )
+
+    def _wide(self, name: str, *shape: int) -> Floats:
+        return self._floats(name, *shape, TILE)
+
+    def _narrow(self, name: str, panels: int, width: int) -> npt.NDArray[np.uint32]:
+        size = width * self._kind.itemsize // 4
+        return self._floats(name, panels, size, TILE).view(np.uint32)
+
+    def _of_kind(self, name: str, *shape: int) -> npt.NDArray[np.generic]:
+        found = self._floats(name, math.prod(shape) * self._kind.itemsize // 4)
+        return found.view(self._kind.dtype).reshape(shape)
 
     def linear(self, x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
         """x [rows, in] times weight [out, in] transposed, in float32; a scale a row of int8."""

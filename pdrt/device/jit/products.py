@@ -17,7 +17,8 @@ import numpy as np
 from numba import types
 
 from pdrt.device.jit.compiled import loop
-from pdrt.device.jit.tiles import DEEP, TILE, load_tiles, save_tiles, tile_dots
+from pdrt.device.jit.sizes import DEEP, TILE
+from pdrt.device.jit.tiles import load_tiles, save_tiles, tile_dots
 from pdrt.device.jit.vectors import MANY, add, bytes_of, dots, look, power_of_two
 
 PORTION: Final = 48  # rows of a matrix in a portion: a multiple of each tile's

@@ -19,19 +19,18 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from pdrt.device.jit.sizes import DEEP, TILE
 from pdrt.device.jit.vectors import ADDRESS, BYTE, FEATURES, LANES, Writer, long
 
-TILE: Final = 16
-DEEP: Final = 32  # values of a row that one instruction multiplies
 _TILE_BYTES: Final = TILE * DEEP * 2
 ROOM: Final = 2 * 3 * _TILE_BYTES
-_HAS_THEM: Final = FEATURES.get("amx-bf16", False) and FEATURES.get("amx-tile", False)
+HAS_TILES: Final = FEATURES.get("amx-bf16", False) and FEATURES.get("amx-tile", False)
 
 
 def are_usable() -> bool:
     """Whether the processor has them, and the kernel lets this process use them: asked by torch."""
     asks = getattr(torch.cpu, "_init_amx", None)  # of torch 2.7 on; no public one
-    return bool(_HAS_THEM and asks and asks())
+    return bool(HAS_TILES and asks and asks())
 
 
 @intrinsic(prefer_literal=True)
@@ -45,11 +44,11 @@ def tile_dots(_context, kind, down, across, x, w, width, out, apart, room):
 
     def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         _, _, _, x, w, width, out, apart, room = args
-        if not _HAS_THEM:
+        if not HAS_TILES:
             return _context.get_dummy_value()  # never called: see `are_usable`
         to = Writer(builder, kind)
         for number in range(rows * columns):
-            _amx(to, "tilezero", number)
+            amx(to, "tilezero", number)
         if kind == types.int8:
             _widened_sums(to, rows, columns, (x, w, width, room))
         else:
@@ -58,7 +57,7 @@ def tile_dots(_context, kind, down, across, x, w, width, out, apart, room):
             j, i = divmod(number, columns)
             row = to.at(out, builder.mul(long(j * TILE), apart), 4)
             pitch_out = builder.mul(apart, long(4))
-            _amx(to, "tilestored64", number, to.at(row, long(i * TILE), 4), pitch_out)
+            amx(to, "tilestored64", number, to.at(row, long(i * TILE), 4), pitch_out)
         return _context.get_dummy_value()
 
     return types.void(kind, down, across, *(ADDRESS,) * 6), write
@@ -119,10 +118,10 @@ def _multiply(
     group = to.b.mul(width, long(2 * TILE))
     block = to.b.add(x, to.b.mul(at, long(2 * TILE)))
     for j, place in enumerate(places):
-        _amx(to, "tileloadd64", 6, place, pitch)
+        amx(to, "tileloadd64", 6, place, pitch)
         for i in range(columns):
-            _amx(to, "tileloadd64", 7, to.b.add(block, to.b.mul(long(i), group)), long(64))
-            _amx(to, "tdpbf16ps", j * columns + i, 6, 7)
+            amx(to, "tileloadd64", 7, to.b.add(block, to.b.mul(long(i), group)), long(64))
+            amx(to, "tdpbf16ps", j * columns + i, 6, 7)
 
 
 def _fetch_next(to: Writer, rows: int, w: Any, width: Any, at: Any) -> None:
@@ -134,7 +133,7 @@ def _fetch_next(to: Writer, rows: int, w: Any, width: Any, at: Any) -> None:
         to.prefetch(to.b.add(soon, long(line)), near=2)
 
 
-def _amx(to: Writer, name: str, *args: Any) -> None:
+def amx(to: Writer, name: str, *args: Any) -> None:
     """An instruction on tiles, by number; an address, which comes after one, may have a pitch."""
     tiles = [ir.Constant(BYTE, each) for each in args if isinstance(each, int)]
     place = [to.b.inttoptr(each, BYTE.as_pointer()) for each in args[len(tiles) :][:1]]
@@ -146,9 +145,9 @@ def _configurer(name: str) -> Any:
     def configure(_context, address):
         def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             to = Writer(builder, types.uint16)
-            if not _HAS_THEM:
+            if not HAS_TILES:
                 return _context.get_dummy_value()
-            _amx(to, name, args[0])
+            amx(to, name, args[0])
             return _context.get_dummy_value()
 
         return types.void(ADDRESS), write

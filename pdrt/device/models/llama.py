@@ -22,7 +22,7 @@ from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
 from pdrt.device.models.blocks import FeedForward, Reader, rms_norm
 from pdrt.device.models.experts import feed_forward
-from pdrt.device.models.looped import Looped, TableWave, lay_out_tables, looped
+from pdrt.device.models.looped import Looped, looped
 from pdrt.device.models.vocabulary import Vocabulary, vocabulary
 from pdrt.device.quantized import Matrix
 from pdrt.device.rope import frequencies, rotate_
@@ -52,7 +52,7 @@ class Llama:
         norm: Tensor,
         looped: Looped | None = None,
     ) -> None:
-        """`looped` computes the decode steps that it takes."""
+        """`looped` computes the batches that it takes."""
         self.shard, self.spec = shard, shard.spec
         self._heads, self._kv_heads = len(shard.heads), len(shard.kv_heads)
         self._vocabulary, self._layers, self._norm = vocabulary, layers, norm
@@ -61,9 +61,8 @@ class Llama:
         self._looped = looped
 
     def lay_out(self, batch: Sequence[SeqStep], pool: KvPool) -> Wave:
-        if self._looped and self._looped.takes(batch):
-            return lay_out_tables(batch, pool)
-        return lay_out(batch, pool, KvLayouts(pool, self._vocabulary.dtype))
+        wave = self._looped.lay_out(batch, pool) if self._looped else None
+        return wave or lay_out(batch, pool, KvLayouts(pool, self._vocabulary.dtype))
 
     def forward(self, wave: Wave, pool: KvPool, group: Collective) -> Tensor:
         """Hidden states [rows, hidden] of all tokens, before the last norm."""
@@ -71,8 +70,7 @@ class Llama:
         turned = heads + self._kv_heads
         x = self._vocabulary.embed(wave.tokens, group)
         cos, sin = self._angles(wave.positions)
-        if isinstance(wave, TableWave):
-            assert self._looped, "who lays out tables computes them"
+        if self._looped and self._looped.takes(wave):
             return self._looped.forward(x.float(), cos, sin, wave, pool)
         cos, sin = (each.to(x.dtype).unsqueeze(1) for each in (cos, sin))
         for number, layer in enumerate(self._layers):
@@ -91,7 +89,7 @@ class Llama:
     def logits(self, hidden: Tensor, group: Collective) -> Tensor | None:
         """[rows, vocab] in float32, on the first rank."""
         normed = self._normed(hidden, self._norm)
-        if self._looped and self._looped.takes_rows(len(hidden)):
+        if self._looped:
             return self._looped.judge(normed, self._vocabulary.head)
         return self._vocabulary.logits(normed, group)
 

@@ -1,15 +1,14 @@
-"""Decode steps of a dense Llama through the compiled loops, where its shape and device allow.
+"""Steps of a dense Llama through the compiled loops, where its shape and device allow.
 
-Torch's own operators take some 60 calls a layer, and of few rows each waits for memory or for
-its threads. What is not a decode step of a few sequences stays with torch.
+Torch's own operators take some 60 calls a layer, and each waits for memory or for its threads.
+Prompts of int8 matrices stay with torch, and those in bfloat16 where there are no tiles.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +18,17 @@ from torch import Tensor
 
 from pdrt.device.attention import Wave
 from pdrt.device.batch import SeqStep
-from pdrt.device.kv import Ints, KvPool
+from pdrt.device.jit.sizes import TILE
+from pdrt.device.kv import KvPool
 from pdrt.device.models.blocks import FeedForward, Mlp
+from pdrt.device.models.waves import (
+    PanelWave,
+    TableWave,
+    chunk_rows,
+    lay_out_panels,
+    lay_out_tables,
+    panels_of,
+)
 from pdrt.device.quantized import Matrix, QuantizedLinear
 from pdrt.device.shard import Shard
 from pdrt.device.weights import Progress as Told
@@ -32,7 +40,7 @@ if TYPE_CHECKING:
     from pdrt.device.jit.loops import Loops
 
 log = structlog.get_logger()
-MOST_ROWS: Final = 64  # with more, oneDNN's products are faster
+MOST_ROWS: Final = 64  # single tokens; with more, products of panels are faster
 
 
 class Layer(Protocol):
@@ -52,14 +60,6 @@ class Layer(Protocol):
     def mlp(self) -> FeedForward: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TableWave(Wave):
-    """A wave of one token each of some sequences, over block tables [sequences, blocks]."""
-
-    tables: Ints
-    ends: Ints  # the tokens' positions
-
-
 class Looped:
     """The layers' weights as the loops want them; `forward` stands for the torch model's."""
 
@@ -69,64 +69,74 @@ class Looped:
         self._loops = loops
         self._shape = Shape(spec.heads, spec.kv_heads, spec.head_dim, spec.rms_norm_eps)
         self._wide = spec.intermediate
+        self._has_prefill = loops.has_prefill(spec.head_dim)
         self._layers = layers  # which own what the addresses lead to
         self._weights = _weights(layers, spec.heads + spec.kv_heads)
 
     def compile(self, head: Matrix) -> None:
-        """Takes some 20 s for the first time on a machine; later ones find it on disk."""
+        """Takes some 30 s for the first time on a machine; later ones find it on disk."""
+        from pdrt.device.jit.chunks import Prompts
         from pdrt.device.jit.decode import Pool, Rows
 
         x, half = torch.zeros(1, head.weight.shape[1]), torch.zeros(1, self._shape.head_dim // 2)
         none = np.zeros((1, 1), np.int64)
         rows = Rows(x.numpy(), half.numpy(), half.numpy(), none, none[0])
-        self._loops.decode(self._weights, self._shape, Pool(0, 0, 1), rows, self._wide)
+        nowhere = Pool(0, 0, 1)
+        self._loops.decode(self._weights, self._shape, nowhere, rows, self._wide)
         self.judge(x, head)
+        if self._has_prefill:
+            panels, halves = (panels_of(each.expand(TILE, -1)).numpy() for each in (x, half))
+            cells, chunks = none.repeat(TILE, 1), chunk_rows([], 1)
+            prompts = Prompts(panels, halves, halves, cells, rows, chunks, none[0])
+            self._loops.prefill(self._weights, self._shape, nowhere, prompts, self._wide)
 
     def takes_rows(self, count: int) -> bool:
         return count <= MOST_ROWS
 
-    def takes(self, batch: Sequence[SeqStep]) -> bool:
-        return self.takes_rows(len(batch)) and all(
+    def lay_out(self, batch: Sequence[SeqStep], pool: KvPool) -> Wave | None:
+        """None: torch has to compute it."""
+        if self.takes_rows(len(batch)) and all(
             len(step.tokens) == 1 and step.scoring is None for step in batch
-        )
+        ):
+            return lay_out_tables(batch, pool)
+        return lay_out_panels(batch, pool) if self._has_prefill else None
+
+    def takes(self, wave: Wave) -> TypeGuard[TableWave]:
+        return isinstance(wave, TableWave)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, wave: TableWave, pool: KvPool) -> Tensor:
         """Hidden states for embeddings x [rows, hidden]; cosines and sines [rows, head_dim / 2].
 
-        All are float32; x becomes the hidden states.
+        All are float32; x may become the hidden states.
         """
+        from pdrt.device.jit.chunks import Prompts
         from pdrt.device.jit.decode import Pool, Rows
 
-        rows = Rows(x.numpy(), cos.numpy(), sin.numpy(), wave.tables, wave.ends)
         place = Pool(pool.address, len(self._layers), pool.block_size)
-        self._loops.decode(self._weights, self._shape, place, rows, self._wide)
-        return x
+        if not isinstance(wave, PanelWave):
+            rows = Rows(x.numpy(), cos.numpy(), sin.numpy(), wave.tables, wave.ends)
+            self._loops.decode(self._weights, self._shape, place, rows, self._wide)
+            return x
+        count = len(wave.ends)
+        first, turn = x[:count].numpy(), [each[:count].numpy() for each in (cos, sin)]
+        rows = Rows(first, turn[0], turn[1], wave.tables, wave.ends)
+        panels = panels_of(x)
+        prompts = Prompts(
+            panels.numpy(),
+            panels_of(cos).numpy(),
+            panels_of(sin).numpy(),
+            wave.panel_cells,
+            rows,
+            wave.chunks,
+            wave.chunk_tables,
+        )
+        self._loops.prefill(self._weights, self._shape, place, prompts, self._wide)
+        return panels.transpose(1, 2).reshape(x.shape)
 
     def judge(self, normed: Tensor, head: Matrix) -> Tensor:
         """Logits, in float32."""
-        return self._loops.linear(normed, head.weight, _scale(head))
-
-
-def lay_out_tables(batch: Sequence[SeqStep], pool: KvPool) -> TableWave:
-    """Of a batch that `Looped` takes."""
-    size = pool.block_size
-    ends = np.array([step.start for step in batch], np.int64)
-    tables = np.zeros((len(batch), int(ends.max()) // size + 1), np.int64)
-    for table, step in zip(tables, batch, strict=True):
-        count = step.start // size + 1
-        table[:count] = step.blocks[:count]
-    drawn = [row for row, step in enumerate(batch) if step.draw is not None]
-    nothing = torch.empty(0, dtype=torch.int64)
-    return TableWave(
-        tokens=torch.tensor([step.tokens[0] for step in batch]),
-        positions=torch.from_numpy(ends),
-        cells=nothing,
-        parts=(),
-        drawn=torch.tensor(drawn, dtype=torch.int64),
-        scored=nothing,
-        tables=tables,
-        ends=ends,
-    )
+        parts = (normed[at : at + MOST_ROWS] for at in range(0, len(normed), MOST_ROWS))
+        return torch.cat([self._loops.linear(each, head.weight, _scale(head)) for each in parts])
 
 
 def looped(
@@ -137,7 +147,7 @@ def looped(
     kernels: Kernels,
     told: Told,
 ) -> Looped | None:
-    """The model's decode steps as loops, compiled; None: torch computes them.
+    """The model's steps as loops, compiled; None: torch computes them.
 
     The dtype is that of the pool. `told` hears before and after that. Raises ConfigError when
     they must be compiled and cannot.

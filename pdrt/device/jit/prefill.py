@@ -1,0 +1,225 @@
+"""A step with prompts in it, of a Llama-like model, as one compiled function.
+
+Its tokens lie in panels of TILE. Single tokens of sequences that decode come first, in panels of
+their own, and attend as in `decode`; after them each chunk of a prompt begins a new panel. Hidden
+states, scores and sums are float32; what products take is of the matrices' kind, as is the pool.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from pdrt.device.jit.chunks import attend, pack, prepare
+from pdrt.device.jit.compiled import loop
+from pdrt.device.jit.panels import LINE, gate, multiply, pair, squares
+from pdrt.device.jit.products import borrow_tiles, enter, finish, give, leave, take
+from pdrt.device.jit.sizes import DEEP, TILE
+from pdrt.device.jit.tiles import load_tiles
+from pdrt.device.jit.vectors import bytes_of, put
+
+PHASES: Final = 9  # of a layer
+LOT: Final = 64  # most rows of the gate's matrix, and as many of the other half, in a ticket
+TALL: Final = 32  # most panels that a product takes before it goes on in the matrix
+_LOG2_E: Final = 1.4426950408889634
+_MOST: Final = 256  # rows of a matrix in a ticket
+
+
+@loop()
+def _lot(total, threads):
+    """Rows of a matrix in a ticket: enough tickets for all, and each worth its while."""
+    some = (total + 4 * threads - 1) // (4 * threads)
+    return min(_MOST, (some + DEEP - 1) // DEEP * DEEP)
+
+
+@loop(fastmath={"contract", "reassoc"})
+def _norm_panel(kind, x, weight, eps, lines, out):
+    count = x.shape[0]
+    squares(x.ctypes.data, count, lines.ctypes.data)
+    scale = lines[0]
+    for t in range(TILE):
+        scale[t] = np.float32(1.0) / np.sqrt(scale[t] / np.float32(count) + np.float32(eps))
+    if bytes_of(kind) == 2:
+        for i in range(count // 2):
+            low, high = weight[2 * i], weight[2 * i + 1]
+            for t in range(TILE):
+                out[i, t] = pair(x[2 * i, t] * scale[t] * low, x[2 * i + 1, t] * scale[t] * high)
+    else:
+        floats = out.view(np.float32)
+        for i in range(count):
+            for t in range(TILE):
+                floats[i, t] = x[i, t] * scale[t] * weight[i]
+
+
+@loop()
+def _norm(kind, me, scratch, phase, x, weight, eps, desk):
+    total = x.shape[0]
+    while True:
+        i = take(scratch, phase, me, total)
+        if i >= total:
+            break
+        _norm_panel(kind, x[i], weight, eps, desk.lines[me], desk.normed[i])
+        give(scratch, phase)
+    finish(scratch, phase, total)
+
+
+@loop()
+def _linear(kind, me, scratch, phase, x, width, w, bias, out, adds):
+    """Panels out (adds: +)= x w^T + bias, for x as products take it."""
+    panels, total = out.shape[0], out.shape[1]
+    lot = _lot(total, scratch.tiles.shape[0])
+    lots = (total + lot - 1) // lot
+    while True:
+        first = take(scratch, phase, me, lots) * lot
+        if first >= total:
+            break
+        n = min(lot, total - first)
+        start = w + first * width * bytes_of(kind)
+        for i in range(0, panels, TALL):
+            some, here, to = min(TALL, panels - i), x[i].ctypes.data, out[i, first].ctypes.data
+            multiply(kind, some, start, n, width, here, to, LINE * total, not adds)
+        if bias.shape[0]:
+            for i in range(panels):
+                _add_rows(out[i, first : first + n], bias[first : first + n])
+        give(scratch, phase)
+    finish(scratch, phase, lots)
+
+
+@loop()
+def _add_rows(panel, bias):
+    for j in range(panel.shape[0]):
+        for t in range(TILE):
+            panel[j, t] += bias[j]
+
+
+@loop()
+def _gated(kind, me, scratch, phase, desk, width, w, bias, wide):
+    panels, size = desk.normed.shape[0], bytes_of(kind)
+    lots = (wide + LOT - 1) // LOT
+    gates, ups = desk.gates[me]
+    while True:
+        first = take(scratch, phase, me, lots) * LOT
+        if first >= wide:
+            break
+        n = min(LOT, wide - first)
+        gate_bias, up_bias = bias[first : first + n], bias[wide + first : wide + first + n]
+        for i in range(0, panels, TALL):
+            some, here = min(TALL, panels - i), desk.normed[i].ctypes.data
+            for half, out in ((0, gates), (wide, ups)):
+                start = w + (half + first) * width * size
+                multiply(kind, some, start, n, width, here, out.ctypes.data, LINE * LOT, True)
+            for k in range(some):
+                if bias.shape[0]:
+                    _add_rows(gates[k, :n], gate_bias)
+                    _add_rows(ups[k, :n], up_bias)
+                to = desk.hidden[i + k, first * size // 4].ctypes.data
+                gate(kind, gates[k].ctypes.data, ups[k].ctypes.data, n, to)
+        give(scratch, phase)
+    finish(scratch, phase, lots)
+
+
+@loop(fastmath={"contract"})
+def _turn(head, norm, eps, cos, sin, scale, lines):
+    """Norm (where it has a weight) and rotate a head [head_dim, TILE] in place, then scale it."""
+    size = head.shape[0]
+    if norm.shape[0]:
+        squares(head.ctypes.data, size, lines.ctypes.data)
+        factor = lines[0]
+        for t in range(TILE):
+            factor[t] = np.float32(1.0) / np.sqrt(factor[t] / np.float32(size) + np.float32(eps))
+        for i in range(size):
+            for t in range(TILE):
+                head[i, t] *= factor[t] * norm[i]
+    half = size // 2
+    for i in range(half):
+        for t in range(TILE):
+            first, second = head[i, t], head[half + i, t]
+            head[i, t] = (first * cos[i, t] - second * sin[i, t]) * scale
+            head[half + i, t] = (second * cos[i, t] + first * sin[i, t]) * scale
+
+
+@loop()
+def _store(kind, panel, cells, at, size, blocks, strip):
+    """A head's keys or values, panel [head_dim, TILE], into their cells."""
+    dim = panel.shape[0]
+    for t in range(TILE):
+        cell = cells[t]
+        if cell >= 0:
+            to = at + cell // size * blocks + cell % size * dim * bytes_of(kind)
+            for i in range(dim):
+                put(kind, to + i * bytes_of(kind), panel[i, t])
+
+
+@loop()
+def _place_panel(kind, layer, i, weights, shape, pool, prompts, desk, lines):
+    """Rotate a panel's queries and keys; queries as products take them, the others to the pool."""
+    dim, heads, kv_heads = shape.head_dim, shape.heads, shape.kv_heads
+    parts, norms = desk.qkv[i].reshape(-1, dim, TILE), weights.qk_norm[layer]
+    cos, sin, one = prompts.cos[i], prompts.sin[i], np.float32(1.0)
+    narrow = dim * bytes_of(kind) // 4
+    for head in range(heads):
+        scale = np.float32(_LOG2_E / np.sqrt(dim))
+        _turn(parts[head], norms[head], shape.eps, cos, sin, scale, lines)
+        pack(kind, parts[head], desk.queries[i, head * narrow : (head + 1) * narrow])
+    strip = pool.size * dim * bytes_of(kind)
+    blocks = 2 * strip * pool.layers * kv_heads
+    for head in range(kv_heads):
+        key = heads + head
+        _turn(parts[key], norms[key], shape.eps, cos, sin, one, lines)
+        at = pool.base + 2 * strip * (head * pool.layers + layer)
+        _store(kind, parts[key], prompts.cells[i], at, pool.size, blocks, strip)
+        value = parts[key + kv_heads]
+        _store(kind, value, prompts.cells[i], at + strip, pool.size, blocks, strip)
+
+
+@loop()
+def _turn_round(panel, out):
+    """Tokens of a panel [n, TILE] as rows of out [tokens, n]."""
+    for t in range(out.shape[0]):
+        for j in range(out.shape[1]):
+            out[t, j] = panel[j, t]
+
+
+@loop()
+def _place(kind, me, scratch, phase, layer, weights, shape, pool, prompts, desk):
+    total, singles = prompts.x.shape[0], prompts.singles.positions.shape[0]
+    while True:
+        i = take(scratch, phase, me, total)
+        if i >= total:
+            break
+        if i * TILE < singles:
+            _turn_round(desk.qkv[i], scratch.qkv[i * TILE : (i + 1) * TILE])
+        else:
+            _place_panel(kind, layer, i, weights, shape, pool, prompts, desk, desk.lines[me])
+        give(scratch, phase)
+    finish(scratch, phase, total)
+
+
+@loop()
+def prefill(kind, me, weights, shape, pool, prompts, desk, scratch):
+    """All layers. Matrices and the pool are of the kind: float32, or bfloat16 with tiles."""
+    if not enter(scratch, me):
+        return
+    if bytes_of(kind) == 2:
+        borrow_tiles(scratch, me)
+    x, hidden, wide = prompts.x, prompts.x.shape[1], desk.hidden.shape[1] * 4 // bytes_of(kind)
+    for layer in range(pool.layers):
+        qkv, out, gate_up, down = weights.matrices[layer]
+        at = layer * PHASES
+        _norm(kind, me, scratch, at, x, weights.attention_norm[layer], shape.eps, desk)
+        bias = weights.qkv_bias[layer]
+        _linear(kind, me, scratch, at + 1, desk.normed, hidden, qkv, bias, desk.qkv, False)
+        _place(kind, me, scratch, at + 2, layer, weights, shape, pool, prompts, desk)
+        prepare(kind, me, scratch, at + 3, layer, weights, shape, pool, prompts, desk)
+        attend(kind, me, scratch, at + 4, shape, prompts, desk)
+        bias, q = weights.out_bias[layer], shape.heads * shape.head_dim
+        _linear(kind, me, scratch, at + 5, desk.attended, q, out, bias, x, True)
+        _norm(kind, me, scratch, at + 6, x, weights.mlp_norm[layer], shape.eps, desk)
+        bias = weights.gate_up_bias[layer]
+        _gated(kind, me, scratch, at + 7, desk, hidden, gate_up, bias, wide)
+        bias = weights.down_bias[layer]
+        _linear(kind, me, scratch, at + 8, desk.hidden, wide, down, bias, x, True)
+    if bytes_of(kind) == 2:
+        load_tiles(scratch.tiles[me, 1].ctypes.data)
+    leave(scratch, me)

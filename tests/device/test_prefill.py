@@ -1,0 +1,141 @@
+"""Chunks of prompts through the compiled loops: what torch says, however they are cut and mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pdrt.device.batch import SeqStep
+from pdrt.device.kv import DTYPES
+from pdrt.device.models.looped import MOST_ROWS, Looped
+from pdrt.device.models.waves import PanelWave, TableWave
+from pdrt.device.torchrunner import TorchRunner
+from pdrt.modelspec import Kernels
+from tests.device import tiny
+from tests.device.loop import Loop, Sequence_
+from tests.device.tiny import Tiny
+
+pytest.importorskip("numba", reason="pdrt[cpu] is not installed")
+from pdrt.device.jit import panels, tiles
+
+LENGTHS = (100, 37, 2, 65, 1, 33, 16, 150)
+CHUNKS = (33, 64, 17, 1, 64, 150)  # a step each: single tokens and chunks of all sizes
+
+
+def _told(runner: TorchRunner, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], torch.Tensor]:
+    """Logits of steps that mix prompts' chunks and decode steps, and the written KV after them.
+
+    What follows a prompt is the same for everyone, whatever it draws.
+    """
+    logits, plain = list[Any](), runner.model.logits
+
+    def noted(*args: Any) -> Any:
+        logits.append(plain(*args))
+        return logits[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner.model, "logits", noted)
+        loop = Loop(runner, blocks=256)
+        sequences = [loop.sequence(tiny.prompt(n), 8) for n in LENGTHS]
+        for chunk in CHUNKS:
+            loop.step([s for s in sequences if s.computed < len(s.history)], chunk)
+            for each in sequences:
+                each.history[len(each.prompt) :] = [7] * len(each.output)
+    memory = torch.frombuffer(loop.memory, dtype=DTYPES[runner.layout.dtype])
+    kept = memory.view(256, -1)[sorted(block for s in sequences for block in _full(s, runner))]
+    return logits, kept.float()
+
+
+def _full(sequence: Sequence_, runner: TorchRunner) -> list[int]:
+    return sequence.blocks[: sequence.computed // runner.layout.block_size]
+
+
+@pytest.mark.parametrize("name", ["llama_mha_biased", "llama_wide_heads", "qwen2", "qwen3"])
+def test_mixed_steps_have_the_logits_and_leave_the_kv_that_torch_has(
+    tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    directory, _ = tiny_model(name)
+    ours, kv = _told(tiny.runner(directory, kernels="compiled"), monkeypatch)
+    torchs, their_kv = _told(tiny.runner(directory, kernels="torch"), monkeypatch)
+    for found, wanted in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(kv, their_kv, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not tiles.are_usable(), reason="this processor has no AMX")
+def test_bfloat16_is_as_near_to_float32_as_torchs(
+    tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = tiny_model("llama_wide_heads")
+
+    def told(dtype: str, kernels: Kernels) -> list[torch.Tensor]:
+        logits, kv = _told(tiny.runner(directory, dtype, kernels=kernels), monkeypatch)
+        return [*logits, kv]
+
+    exact, ours = told("float32", "torch"), told("bfloat16", "compiled")
+    for right, found, other in zip(exact, ours, told("bfloat16", "torch"), strict=True):
+        assert (found - right).abs().mean() <= 1.1 * (other - right).abs().mean()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_agree_to_the_last_bit(
+    tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for count in (2, threads):
+            torch.set_num_threads(count)
+            runner = tiny.runner(tiny_model("llama")[0], kernels="compiled")
+            found.append(_told(runner, monkeypatch))
+    finally:
+        torch.set_num_threads(before)
+    (logits, kv), (others, their_kv) = found
+    assert all(torch.equal(a, b) for a, b in zip(logits, others, strict=True))
+    assert torch.equal(kv, their_kv)
+
+
+def test_each_batch_is_laid_out_for_the_loops(
+    tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waves = list[Any]()
+    lay_out = Looped.lay_out
+
+    def noted(self: Looped, batch: list[SeqStep], pool: Any) -> Any:
+        waves.append(type(lay_out(self, batch, pool)))
+        return lay_out(self, batch, pool)
+
+    monkeypatch.setattr(Looped, "lay_out", noted)
+    loop = Loop(tiny.runner(tiny_model("llama")[0]), blocks=256)
+    few = [loop.sequence(tiny.prompt(3), 8) for _ in range(2)]
+    loop.run(few, 3)  # a prompt, and two steps
+    assert waves == [PanelWave, TableWave, TableWave]
+    many = [loop.sequence(tiny.prompt(3), 8) for _ in range(MOST_ROWS + 1)]
+    loop.run(many, 2)
+    assert waves[3:] == [PanelWave, PanelWave], "more than the decode loops take"
+
+
+def test_powers_of_two_are_right_and_end_in_nothing_and_the_infinite() -> None:
+    """As softmax shares: the largest score has 1."""
+    scores = torch.linspace(-140, 0, 2048).view(128, 16).contiguous()
+    wanted = torch.exp2((scores - scores.max(0).values).double())
+    state = torch.zeros(3, 16)
+    state[0] = -torch.inf
+    _softmax(scores, state)
+    torch.testing.assert_close(scores.double(), wanted, atol=2e-38, rtol=3e-7)
+    torch.testing.assert_close(state[1].double(), wanted.sum(0), atol=0, rtol=1e-6)
+    assert (state[2] == 0).all()
+
+
+def _softmax(scores: torch.Tensor, state: torch.Tensor) -> None:
+    import numba
+    import numpy as np
+
+    @numba.njit  # type: ignore[untyped-decorator]
+    def call(place: int, count: int, kept: int) -> None:
+        panels.softmax(np.float32(0), place, count, kept, place)
+
+    call(scores.data_ptr(), len(scores), state.data_ptr())
