@@ -1,4 +1,4 @@
-"""Random numbers by name: one uniform number for each (seed, position), whatever the batch.
+"""Random numbers by name: uniform ones for each (seed, position), whatever the batch.
 
 A request that is retracted, moved or batched differently draws the same tokens, because its
 random numbers depend on nothing else. The sequences of a sampling group (n > 1) have a seed
@@ -11,15 +11,21 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import replace
+from typing import Final
 
 from pdrt.messages import Sampling
 
+_UNIT: Final = 2.0**-52
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits."""
-    digest = hashlib.blake2b(struct.pack("<QQ", seed, position), digest_size=8).digest()
-    bits: int = struct.unpack("<Q", digest)[0]
-    return (bits >> 11) * 2.0**-53
+
+def uniforms(seed: int, position: int) -> tuple[float, float, float]:
+    """Independent numbers in [0, 1).
+
+    They have 52 bits, not 53: such a share of a float64 is less than it, however it is rounded.
+    """
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, position), digest_size=24).digest()
+    first, second, third = struct.unpack("<3Q", digest)
+    return (first >> 12) * _UNIT, (second >> 12) * _UNIT, (third >> 12) * _UNIT
 
 
 def seed_of(seed: int, index: int) -> int:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdrt.device.batch import Draw, Drawn, Odds, SeqStep
-from pdrt.device.chance import uniform
+from pdrt.device.chance import uniforms
 from pdrt.device.places import Rendezvous
 from pdrt.device.shard import Run, Shard
 from pdrt.device.slices import Context, Slice, slices
@@ -182,7 +182,7 @@ def _drawn(step: SeqStep, totals: list[int]) -> Drawn:
 def _draw(key: int, draw: Draw, total: int) -> Drawn:
     shift = 0
     if draw.sampling.temperature > 0:
-        shift = int(uniform(draw.sampling.seed, draw.position) * 256)
+        shift = int(uniforms(draw.sampling.seed, draw.position)[0] * 256)
     token = _token(total + shift)
     top = _likeliest(total, draw.sampling.top_logprobs)
     return Drawn(key, token, _logprob(token, total), top)

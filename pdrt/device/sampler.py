@@ -1,26 +1,34 @@
 """From logits to tokens, each row for itself: the same request draws the same token in any batch.
 
 Penalties, then temperature, top_k, top_p and min_p in that order (as transformers applies
-them), then one uniform number named by (seed, position). Cuts are by value: tokens as likely
+them), then three uniform numbers named by (seed, position). Cuts are by value: tokens as likely
 as the last one kept are kept too, so that ties do not depend on a sort's mood.
+
+Logits come rounded differently from a batch of another size, or another instance. The draw goes
+through three levels, so that this seldom changes a token (`at_chances`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pdrt.device.batch import Draw, Drawn, SeqStep
-from pdrt.device.chance import uniform
+from pdrt.device.chance import uniforms
 from pdrt.device.odds import MOST_LOGITS, spans, tops
 from pdrt.messages import Sampling, Top
 
+Floats: TypeAlias = npt.NDArray[np.float64]
+Places: TypeAlias = npt.NDArray[np.intp]
 _Told: TypeAlias = tuple[int, float, Top]
 
 FIRST_LOOK = 256  # the likeliest tokens that top_p looks at before it sorts the vocabulary
@@ -75,7 +83,9 @@ def draw(logits: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
     sampled = [i for i, d in enumerate(draws) if d.sampling.temperature > 0]
     if sampled:
         tokens[sampled] = _sample(logits[sampled], [draws[i] for i in sampled])
-    said = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - raw.logsumexp(dim=-1)
+    whole = raw.logsumexp(dim=-1)
+    said = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - whole
+    said += whole - whole  # NaN of an infinite one, whichever token it is
     return list(zip(tokens.tolist(), said.tolist(), strict=True))
 
 
@@ -101,27 +111,42 @@ def penalise_(row: Tensor, draw: Draw) -> None:
 
 
 def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """One token a row, by inverting the distribution function in the vocabulary's order.
-
-    That order, unlike one by likelihood, does not change when logits differ by rounding.
-    """
+    """One token a row. The vocabulary's order, unlike one by likelihood, does not change when
+    logits differ by rounding."""
     temperature = torch.tensor([[d.sampling.temperature] for d in draws])
     weights = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
     for row, d in zip(weights, draws, strict=True):
         cut_(row, d.sampling)
-    chance = torch.tensor(
-        [[uniform(d.sampling.seed, d.position)] for d in draws], dtype=torch.float64
-    )
-    return at_chance(weights, chance)
+    return at_chances(weights, np.array([uniforms(d.sampling.seed, d.position) for d in draws]))
 
 
-def at_chance(weights: Tensor, chance: Tensor) -> Tensor:
-    """Where in each row of weights the share `chance` (below 1) of the whole is passed."""
-    heaps = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = heaps[:, -1:]
-    below = torch.minimum(chance * total, total.nextafter(torch.zeros_like(total)))
-    found = torch.searchsorted(heaps, below, right=True).squeeze(1)
-    return found.clamp_(max=weights.shape[1] - 1)  # a row of NaN has no place for it
+def at_chances(weights: Tensor, chances: Floats) -> Tensor:
+    """For each row of float32 weights a token, by three chances [rows, 3] from `uniforms`.
+
+    The first one draws a large group of tokens, the second a small one in it, the third a token.
+    Rounding moves the bounds between them, and changes what is drawn by the chances that lie in
+    between: one level would have a bound for each token, three have some hundred in all.
+
+    A row has some weight. What has none is never drawn: neither a sum nor a share of it by a
+    chance below 1 lets it count. Rows that are not numbers give token 0.
+    """
+    rows, vocab = weights.shape
+    fan = 1 << round(math.log2(vocab) / 3)
+    short = -vocab % fan**2
+    tree = (pad(weights, (0, short)) if short else weights).reshape(rows, -1, fan, fan)
+    small, tokens = tree.sum(dim=-1).double().numpy(), tree.numpy()
+    each = np.arange(rows)
+    first = _places(small.sum(axis=-1), chances[:, :1])
+    second = _places(small[each, first], chances[:, 1:2])
+    third = _places(tokens[each, first, second], chances[:, 2:])
+    return torch.from_numpy((first * fan + second) * fan + third)
+
+
+def _places(weights: npt.NDArray[np.floating], chances: Floats) -> Places:
+    """Where in each row the share `chance` of its sum is passed."""
+    heaps = weights.cumsum(axis=-1, dtype=np.float64)
+    found: Places = (heaps <= chances * heaps[:, -1:]).sum(axis=-1)
+    return found
 
 
 def cut_(weights: Tensor, s: Sampling) -> None:
