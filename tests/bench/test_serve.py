@@ -345,6 +345,7 @@ def test_wrong_options_are_refused_before_anything_is_sent(arguments: list[str],
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 def test_a_real_server_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'pdrt[plot]'")
     cluster = Cluster.make(tmp_path, 0, 0, 1)
     cluster.startup_s = 100.0  # on a machine that others use too
     cluster.start()
