@@ -294,6 +294,7 @@ def test_points_have_a_layout_each() -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_a_short_run_with_real_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'pdrt[plot]'")
     environ = {**os.environ, "PDRT_DEVICE_STEP_MS": "2", "PDRT_DEVICE_TOKEN_MS": "0.5"}
     traffic = Traffic(vocab=250, streams=2, prompt_input=128, seconds=1.0)
     wanted = Asked(traffic=traffic, chunks=(), pace=Pace(0.25))
