@@ -79,14 +79,21 @@ def draw(logits: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
         logits = logits.clone()
         for i in penalised:
             penalise_(logits[i], draws[i])
-    tokens = logits.argmax(dim=-1)
+    tokens = _tokens(logits, draws)
+    said = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - raw.logsumexp(dim=-1)
+    # Of an infinite sum a token that is a number has -inf; what was drawn never has it otherwise.
+    odds = [one if one > -math.inf else math.nan for one in said.tolist()]
+    return list(zip(tokens.tolist(), odds, strict=True))
+
+
+def _tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     sampled = [i for i, d in enumerate(draws) if d.sampling.temperature > 0]
+    if sampled and len(sampled) == len(draws):
+        return _sample(logits, draws)
+    tokens = logits.argmax(dim=-1)
     if sampled:
         tokens[sampled] = _sample(logits[sampled], [draws[i] for i in sampled])
-    whole = raw.logsumexp(dim=-1)
-    said = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - whole
-    said += whole - whole  # NaN of an infinite one, whichever token it is
-    return list(zip(tokens.tolist(), said.tolist(), strict=True))
+    return tokens
 
 
 def _has_penalty(s: Sampling) -> bool:

@@ -11,16 +11,15 @@ import asyncio
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, product
+from itertools import cycle
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pdrt.device.batch import Draw
-from pdrt.device.chance import of_sequence, uniforms
-from pdrt.device.sampler import at_chances, cut_, draw
+from pdrt.device.chance import of_sequence
+from pdrt.device.sampler import draw
 from pdrt.messages import Sampling
 from tests.e2e.cluster import Cluster
 
@@ -29,7 +28,12 @@ DIVIDES, DIVIDES_NOT = 32, 20  # chunk sizes: whole blocks, and two and a half o
 TOKENS: Final = 8
 CLOSE: Final = 1e-3  # of log-probabilities
 TIE: Final = 2e-5  # logits that differ by less in float32 are no reason to prefer one
-SHIFT: Final = 1e-5  # of a chance; transformers' sums of 49,152 probabilities are 4e-6 wrong
+ROUNDINGS: Final = 64  # of a row, that a sampled answer may come from
+# How many sampled answers may. Transformers' own logits of 49,152 tokens differ by 1.2e-5 (one
+# standard deviation) between a prompt and a cache, which changes one of 80,000 draws of three
+# levels. A verdict is on some 400 draws by six paths at most: 0.03 are expected, and two come once
+# in 2,000 verdicts. With fewer tokens it is less.
+NEAR: Final = 1
 _SHARED: Final = 3 * BLOCK + 5
 _KINDS: Final[list[dict[str, Any]]] = [
     {"temperature": 0},
@@ -195,18 +199,14 @@ class Judge:
     def verdict(self) -> None:
         assert not self.wrong, f"{len(self.wrong)} wrong:\n" + "\n".join(self.wrong[:8])
         assert len(self.ties) <= 1, "\n".join(self.ties.values())
-        assert len(self.near) <= 1, "\n".join(self.near.values())
+        assert len(self.near) <= NEAR, "\n".join(self.near.values())
 
 
 def _is_near(row: Tensor, due: Draw, said: int) -> bool:
-    """Whether that would be drawn by chances that are a little less or more."""
-    weights = ((row - row.amax()) / due.sampling.temperature).softmax(dim=-1)
-    cut_(weights, due.sampling)
-    chances = uniforms(due.sampling.seed, due.position)
-    around = [(max(each - SHIFT, 0.0), each, min(each + SHIFT, 1.0)) for each in chances]
-    nearby = np.array(list(product(*around)))
-    found = at_chances(weights.expand(len(nearby), -1), nearby).tolist()
-    return said in found and bool(weights[said] > 0)
+    """Whether that is drawn from logits that are rounded differently."""
+    generator = torch.Generator().manual_seed(1)
+    noise = TIE * torch.randn(ROUNDINGS, len(row), generator=generator)
+    return said in {token for token, _ in draw(row + noise, [due] * ROUNDINGS)}
 
 
 def _error(odds: dict[str, Any], row: Tensor) -> float:
