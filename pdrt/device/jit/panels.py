@@ -35,7 +35,7 @@ from pdrt.device.jit.vectors import (
 
 LINE: Final = 4 * TILE  # bytes
 # Values that a block of a product is deep, by how large they are: measured.
-_DEPTH: Final = 384
+_DEPTH: Final = 512
 _DEPTH_OF_PAIRS: Final = 256
 _DOWN: Final = 8 if LANES == TILE else 4  # rows of a matrix, and panels, whose sums fill
 _ACROSS: Final = 3 if LANES == TILE else 1  # the registers

@@ -22,6 +22,7 @@ from pdrt.device.jit.vectors import bytes_of, put
 PHASES: Final = 9  # of a layer
 LOT: Final = 64  # most rows of the gate's matrix, and as many of the other half, in a ticket
 TALL: Final = 32  # most panels that a product takes before it goes on in the matrix
+_TALL: Final = 15  # of them in float32; both measured
 _LOG2_E: Final = 1.4426950408889634
 _MOST: Final = 256  # rows of a matrix in a ticket
 
@@ -31,6 +32,11 @@ def _lot(total, threads):
     """Rows of a matrix in a ticket: enough tickets for all, and each worth its while."""
     some = (total + 4 * threads - 1) // (4 * threads)
     return min(_MOST, (some + DEEP - 1) // DEEP * DEEP)
+
+
+@loop()
+def _tall(kind):
+    return TALL if bytes_of(kind) == 2 else _TALL
 
 
 @loop(fastmath={"contract", "reassoc"})
@@ -67,7 +73,7 @@ def _norm(kind, me, scratch, phase, x, weight, eps, desk):
 @loop()
 def _linear(kind, me, scratch, phase, x, width, w, bias, out, adds):
     """Panels out (adds: +)= x w^T + bias, for x as products take it."""
-    panels, total = out.shape[0], out.shape[1]
+    panels, total, tall = out.shape[0], out.shape[1], _tall(kind)
     lot = _lot(total, scratch.tiles.shape[0])
     lots = (total + lot - 1) // lot
     while True:
@@ -76,8 +82,8 @@ def _linear(kind, me, scratch, phase, x, width, w, bias, out, adds):
             break
         n = min(lot, total - first)
         start = w + first * width * bytes_of(kind)
-        for i in range(0, panels, TALL):
-            some, here, to = min(TALL, panels - i), x[i].ctypes.data, out[i, first].ctypes.data
+        for i in range(0, panels, tall):
+            some, here, to = min(tall, panels - i), x[i].ctypes.data, out[i, first].ctypes.data
             multiply(kind, some, start, n, width, here, to, LINE * total, not adds)
         if bias.shape[0]:
             for i in range(panels):
@@ -95,7 +101,7 @@ def _add_rows(panel, bias):
 
 @loop()
 def _gated(kind, me, scratch, phase, desk, width, w, bias, wide):
-    panels, size = desk.normed.shape[0], bytes_of(kind)
+    panels, size, tall = desk.normed.shape[0], bytes_of(kind), _tall(kind)
     lots = (wide + LOT - 1) // LOT
     gates, ups = desk.gates[me]
     while True:
@@ -104,8 +110,8 @@ def _gated(kind, me, scratch, phase, desk, width, w, bias, wide):
             break
         n = min(LOT, wide - first)
         gate_bias, up_bias = bias[first : first + n], bias[wide + first : wide + first + n]
-        for i in range(0, panels, TALL):
-            some, here = min(TALL, panels - i), desk.normed[i].ctypes.data
+        for i in range(0, panels, tall):
+            some, here = min(tall, panels - i), desk.normed[i].ctypes.data
             for half, out in ((0, gates), (wide, ups)):
                 start = w + (half + first) * width * size
                 multiply(kind, some, start, n, width, here, out.ctypes.data, LINE * LOT, True)
