@@ -117,7 +117,7 @@ class Loops:
             self._of_kind("values", kv, keys, dim),
             self._of_kind("straight", self.threads, straight, dim),
             self._wide("gates", self.threads, 2, TALL, LOT),
-            self._wide("lines", self.threads, 4),
+            self._wide("line", self.threads),
             self._wide("panels of scores", self.threads, QUERIES, BLOCK),
             self._wide("sums", self.threads, QUERIES, dim),
             self._wide("state", self.threads, QUERIES, 3),

@@ -39,13 +39,18 @@ def _tall(kind):
     return TALL if bytes_of(kind) == 2 else _TALL
 
 
-@loop(fastmath={"contract", "reassoc"})
-def _norm_panel(kind, x, weight, eps, lines, out):
-    count = x.shape[0]
-    squares(x.ctypes.data, count, lines.ctypes.data)
-    scale = lines[0]
+@loop(fastmath={"contract"})
+def _norm_factors(x, eps, line):
+    """What makes each token's values of panel x [n, TILE] one in the mean square, left in line."""
+    squares(x.ctypes.data, x.shape[0], line.ctypes.data)
     for t in range(TILE):
-        scale[t] = np.float32(1.0) / np.sqrt(scale[t] / np.float32(count) + np.float32(eps))
+        line[t] = np.float32(1.0) / np.sqrt(line[t] / np.float32(x.shape[0]) + np.float32(eps))
+
+
+@loop(fastmath={"contract", "reassoc"})
+def _norm_panel(kind, x, weight, eps, scale, out):
+    count = x.shape[0]
+    _norm_factors(x, eps, scale)
     if bytes_of(kind) == 2:
         for i in range(count // 2):
             low, high = weight[2 * i], weight[2 * i + 1]
@@ -65,7 +70,7 @@ def _norm(kind, me, scratch, phase, x, weight, eps, desk):
         i = take(scratch, phase, me, total)
         if i >= total:
             break
-        _norm_panel(kind, x[i], weight, eps, desk.lines[me], desk.normed[i])
+        _norm_panel(kind, x[i], weight, eps, desk.line[me], desk.normed[i])
         give(scratch, phase)
     finish(scratch, phase, total)
 
@@ -126,14 +131,11 @@ def _gated(kind, me, scratch, phase, desk, width, w, bias, wide):
 
 
 @loop(fastmath={"contract"})
-def _turn(head, norm, eps, cos, sin, scale, lines):
+def _turn(head, norm, eps, cos, sin, scale, factor):
     """Norm (where it has a weight) and rotate a head [head_dim, TILE] in place, then scale it."""
     size = head.shape[0]
     if norm.shape[0]:
-        squares(head.ctypes.data, size, lines.ctypes.data)
-        factor = lines[0]
-        for t in range(TILE):
-            factor[t] = np.float32(1.0) / np.sqrt(factor[t] / np.float32(size) + np.float32(eps))
+        _norm_factors(head, eps, factor)
         for i in range(size):
             for t in range(TILE):
                 head[i, t] *= factor[t] * norm[i]
@@ -158,7 +160,7 @@ def _store(kind, panel, cells, at, size, blocks, strip):
 
 
 @loop()
-def _place_panel(kind, layer, i, weights, shape, pool, prompts, desk, lines):
+def _place_panel(kind, layer, i, weights, shape, pool, prompts, desk, line):
     """Rotate a panel's queries and keys; queries as products take them, the others to the pool."""
     dim, heads, kv_heads = shape.head_dim, shape.heads, shape.kv_heads
     parts, norms = desk.qkv[i].reshape(-1, dim, TILE), weights.qk_norm[layer]
@@ -166,13 +168,13 @@ def _place_panel(kind, layer, i, weights, shape, pool, prompts, desk, lines):
     narrow = dim * bytes_of(kind) // 4
     for head in range(heads):
         scale = np.float32(_LOG2_E / np.sqrt(dim))
-        _turn(parts[head], norms[head], shape.eps, cos, sin, scale, lines)
+        _turn(parts[head], norms[head], shape.eps, cos, sin, scale, line)
         pack(kind, parts[head], desk.queries[i, head * narrow : (head + 1) * narrow])
     strip = pool.size * dim * bytes_of(kind)
     blocks = 2 * strip * pool.layers * kv_heads
     for head in range(kv_heads):
         key = heads + head
-        _turn(parts[key], norms[key], shape.eps, cos, sin, one, lines)
+        _turn(parts[key], norms[key], shape.eps, cos, sin, one, line)
         at = pool.base + 2 * strip * (head * pool.layers + layer)
         _store(kind, parts[key], prompts.cells[i], at, pool.size, blocks, strip)
         value = parts[key + kv_heads]
@@ -197,7 +199,7 @@ def _place(kind, me, scratch, phase, layer, weights, shape, pool, prompts, desk)
         if i * TILE < singles:
             _turn_round(desk.qkv[i], scratch.qkv[i * TILE : (i + 1) * TILE])
         else:
-            _place_panel(kind, layer, i, weights, shape, pool, prompts, desk, desk.lines[me])
+            _place_panel(kind, layer, i, weights, shape, pool, prompts, desk, desk.line[me])
         give(scratch, phase)
     finish(scratch, phase, total)
 

@@ -100,7 +100,7 @@ def lay_out_panels(batch: Sequence[SeqStep], pool: KvPool) -> PanelWave:
 
 
 def chunk_rows(steps: Sequence[tuple[SeqStep, int]], size: int) -> Ints:
-    """`prefill.Prompts.chunks` of steps, each with its first panel."""
+    """`jit.chunks.Prompts.chunks` of steps, each with its first panel."""
     found, table, room = np.zeros((len(steps), 6), np.int64), 0, 0
     for row, (step, first) in zip(found, steps, strict=True):
         keys = -(-(step.start + len(step.tokens)) // DEEP) * DEEP
