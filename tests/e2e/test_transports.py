@@ -49,6 +49,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         0,
         SETTINGS,
         per_role={"decode": offers},
+        router={"timeouts": {"heartbeat_timeout_s": 1.0}},  # five nodes start: some are slow
     )
     for number, name in enumerate(HERE):
         cluster.amend(f"prefill{number}", {"transfer": {"transport": name}})
@@ -62,14 +63,11 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 async def cluster(started: Cluster) -> AsyncIterator[Cluster]:
     async with started.session() as ready:
 
-        async def knows_all() -> bool:
-            assert ready.http is not None
-            async with ready.http.get(f"{ready.url}/metrics") as response:
-                lines = (await response.text()).splitlines()
-            up = [line for line in lines if line.startswith("pdrt_router_instance_up{")]
-            return [line.split()[-1] for line in up] == ["1.0"] * len(ready.nodes)
+        async def serve() -> bool:
+            each = [ask(ready, [1, 2, 3], f"prefill{number}") for number in range(len(HERE))]
+            return all(answer.status == 200 for answer in await asyncio.gather(*each))
 
-        await ready.until(knows_all, "the router knows that all are there", 20)
+        await ready.until(serve, "a pair of each transport has passed its canary", 20)
         yield ready
 
 
