@@ -10,10 +10,11 @@ import torch
 
 from pdrt.device.batch import SeqStep
 from pdrt.device.kv import DTYPES
+from pdrt.device.models import looped
 from pdrt.device.models.looped import MOST_ROWS, Looped
 from pdrt.device.models.waves import PanelWave, TableWave
 from pdrt.device.torchrunner import TorchRunner
-from pdrt.modelspec import Kernels
+from pdrt.modelspec import Kernels, Quantize
 from tests.device import tiny
 from tests.device.loop import Loop, Sequence_
 from tests.device.tiny import Tiny
@@ -116,6 +117,36 @@ def test_each_batch_is_laid_out_for_the_loops(
     many = [loop.sequence(tiny.prompt(3), 8) for _ in range(MOST_ROWS + 1)]
     loop.run(many, 2)
     assert waves[3:] == [PanelWave, PanelWave], "more than the decode loops take"
+
+
+def test_torchs_threads_come_for_large_steps_and_for_torchs_own(
+    tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waits for torch's next call keeps a core busy that the crew needs."""
+    seen, lay_out, before = list[int](), Looped.lay_out, torch.get_num_threads()
+
+    def noted(self: Looped, batch: list[SeqStep], pool: Any) -> Any:
+        wave = lay_out(self, batch, pool)
+        seen.append(torch.get_num_threads())
+        return wave
+
+    def threads(quantize: Quantize = "none") -> list[int]:
+        """For a prompt and for a single token."""
+        torch.set_num_threads(3)
+        runner = tiny.runner(tiny_model("llama")[0], kernels="compiled", quantize=quantize)
+        loop = Loop(runner)
+        seen.clear()
+        loop.run([loop.sequence(tiny.prompt(3), 8)], 2)
+        return [*seen, torch.get_num_threads()]
+
+    monkeypatch.setattr(Looped, "lay_out", noted)
+    try:
+        assert threads() == [1, 1, 1]
+        assert threads("int8") == [3, 1, 1], "loops have no prompts in int8"
+        monkeypatch.setattr(looped, "LARGE", 1)
+        assert threads() == [3, 3, 3]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_powers_of_two_are_right_and_end_in_nothing_and_the_infinite() -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 MOST_ROWS: Final = 64  # single tokens; with more, products of panels are faster
+LARGE: Final = 1 << 20  # values of which torch's threads make more than they cost
 
 
 class Layer(Protocol):
@@ -68,7 +69,7 @@ class Looped:
 
         self._loops = loops
         self._shape = Shape(spec.heads, spec.kv_heads, spec.head_dim, spec.rms_norm_eps)
-        self._wide = spec.intermediate
+        self._hidden, self._wide = spec.hidden, spec.intermediate
         self._has_prefill = loops.has_prefill(spec.head_dim)
         self._layers = layers  # which own what the addresses lead to
         self._weights = _weights(layers, spec.heads + spec.kv_heads)
@@ -95,11 +96,22 @@ class Looped:
 
     def lay_out(self, batch: Sequence[SeqStep], pool: KvPool) -> Wave | None:
         """None: torch has to compute it."""
-        if self.takes_rows(len(batch)) and all(
-            len(step.tokens) == 1 and step.scoring is None for step in batch
-        ):
-            return lay_out_tables(batch, pool)
-        return lay_out_panels(batch, pool) if self._has_prefill else None
+        single = all(len(step.tokens) == 1 and step.scoring is None for step in batch)
+        if single and self.takes_rows(len(batch)):
+            wave: TableWave | None = lay_out_tables(batch, pool)
+        else:
+            wave = lay_out_panels(batch, pool) if self._has_prefill else None
+        self._share(len(wave.tokens) * self._hidden if wave else None)
+        return wave
+
+    def _share(self, values: int | None) -> None:
+        """Let torch's threads come when what it does next is large, or (None) for all of a step.
+
+        Each call that they share keeps them spinning for milliseconds after it, in which a thread
+        of the crew on the same core does not get to its work.
+        """
+        few = values is not None and values <= LARGE
+        torch.set_num_threads(1 if few else self._loops.threads)
 
     def takes(self, wave: Wave) -> TypeGuard[TableWave]:
         return isinstance(wave, TableWave)
@@ -135,6 +147,7 @@ class Looped:
 
     def judge(self, normed: Tensor, head: Matrix) -> Tensor:
         """Logits, in float32."""
+        self._share(len(normed) * len(head.weight))
         parts = (normed[at : at + MOST_ROWS] for at in range(0, len(normed), MOST_ROWS))
         return torch.cat([self._loops.linear(each, head.weight, _scale(head)) for each in parts])
 
