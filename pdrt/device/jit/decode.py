@@ -20,6 +20,7 @@ from pdrt.device.jit.products import (
     give,
     is_over,
     leave,
+    norm,
     portions_of,
     product,
     take,
@@ -70,17 +71,6 @@ class Rows(NamedTuple):
     sin: Any
     tables: Any  # int64 [rows, blocks]
     positions: Any  # int64 [rows]: of the row's token
-
-
-@loop(fastmath={"contract", "reassoc"})
-def _norm(x, weight, eps, out):
-    for row in range(x.shape[0]):
-        total = np.float32(0.0)
-        for i in range(x.shape[1]):
-            total += x[row, i] * x[row, i]
-        scale = np.float32(1.0) / np.sqrt(total / np.float32(x.shape[1]) + np.float32(eps))
-        for i in range(x.shape[1]):
-            out[row, i] = x[row, i] * scale * weight[i]
 
 
 @loop(fastmath={"contract", "reassoc"})
@@ -224,13 +214,13 @@ def decode(kind, pool_kind, tiled, me, weights, shape, pool, rows, scratch):
         at = layer * PHASES
         if is_over(scratch, at + PHASES - 1, portions_of(x.shape[1])):
             continue  # the others have done it all: this thread came late
-        _norm(x, weights.attention_norm[layer], shape.eps, normed)
+        norm(x, weights.attention_norm[layer], shape.eps, normed)
         scale, bias = weights.qkv_scale[layer], weights.qkv_bias[layer]
         add_linear(kind, tiled, me, scratch, at, normed, qkv, scale, bias, scratch.qkv, False)
         _attend(pool_kind, me, scratch, at + 1, rows, layer, weights, shape, pool)
         scale, bias = weights.out_scale[layer], weights.out_bias[layer]
         add_linear(kind, tiled, me, scratch, at + 2, attended, out, scale, bias, x, True)
-        _norm(x, weights.mlp_norm[layer], shape.eps, normed)
+        norm(x, weights.mlp_norm[layer], shape.eps, normed)
         scale, bias = weights.gate_up_scale[layer], weights.gate_up_bias[layer]
         gated(kind, tiled, me, scratch, at + 3, normed, gate_up, scale, bias, hidden)
         scale, bias = weights.down_scale[layer], weights.down_bias[layer]

@@ -134,13 +134,25 @@ class Loops:
         found = self._floats(name, math.prod(shape) * self._kind.itemsize // 4)
         return found.view(self._kind.dtype).reshape(shape)
 
-    def linear(self, x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-        """x [rows, in] times weight [out, in] transposed, in float32; a scale a row of int8."""
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor | None = None,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """x [rows, in] times weight [out, in] transposed, in float32; a scale a row of int8.
+
+        `norm`: float32 weights [in] of an RMSNorm that x goes through before.
+        """
         out, wide = torch.empty(x.shape[0], weight.shape[0]), x.float().contiguous().numpy()
         kind = KINDS[weight.dtype]
-        scratch, fixed = self._scratch(1, *x.shape), (kind, self._is_tiled)
-        scales = _NOTHING if scale is None else scale.numpy()
-        given = wide, weight.data_ptr(), scales, _NOTHING, out.numpy(), scratch
+        normed = self._floats("normed", self.threads, *x.shape)
+        scratch = self._scratch(1, *x.shape)._replace(normed=normed)
+        scales, norms = (_NOTHING if each is None else each.numpy() for each in (scale, norm))
+        fixed = kind, self._is_tiled
+        given = wide, norms, eps, weight.data_ptr(), scales, _NOTHING, out.numpy(), scratch
         self._crew.run(lambda me: products.linear(*fixed, me, *given))
         return out
 

@@ -285,13 +285,31 @@ def gated(kind, tiled, me, scratch, phase, x, w, scale, bias, out):
     finish(scratch, phase, portions)
 
 
+@loop(fastmath={"contract", "reassoc"})
+def norm(x, weight, eps, out):
+    """RMSNorm of each row."""
+    for row in range(x.shape[0]):
+        total = np.float32(0.0)
+        for i in range(x.shape[1]):
+            total += x[row, i] * x[row, i]
+        scale = np.float32(1.0) / np.sqrt(total / np.float32(x.shape[1]) + np.float32(eps))
+        for i in range(x.shape[1]):
+            out[row, i] = x[row, i] * scale * weight[i]
+
+
 @loop()
-def linear(kind, tiled, me, x, matrix, scale, bias, out, scratch):
-    """out [rows, n] = scale * x [rows, width] w^T + bias, all float32 but w, of the kind."""
+def linear(kind, tiled, me, x, weight, eps, matrix, scale, bias, out, scratch):
+    """out [rows, n] = scale * x [rows, width] w^T + bias, all float32 but w, of the kind.
+
+    Where `weight` [width or 0] is there, x is normed before.
+    """
     if not enter(scratch, me):
         return
     if tiled:
         borrow_tiles(scratch, me)
+    if weight.shape[0]:
+        norm(x, weight, eps, scratch.normed[me])
+        x = scratch.normed[me]
     add_linear(kind, tiled, me, scratch, 0, x, matrix, scale, bias, out, False)
     if tiled:
         load_tiles(scratch.tiles[me, 1].ctypes.data)

@@ -88,10 +88,9 @@ class Llama:
 
     def logits(self, hidden: Tensor, group: Collective) -> Tensor | None:
         """[rows, vocab] in float32, on the first rank."""
-        normed = self._normed(hidden, self._norm)
         if self._looped:
-            return self._looped.judge(normed, self._vocabulary.head)
-        return self._vocabulary.logits(normed, group)
+            return self._looped.judge(hidden)
+        return self._vocabulary.logits(self._normed(hidden, self._norm), group)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.spec.rms_norm_eps)
@@ -116,7 +115,7 @@ def load(
     layers = [_layer(shard, read, i) for i in range(spec.layers)]
     norm = read.tensor("model.norm.weight", spec.hidden)
     weights.finish()
-    decoding = looped(shard, layers, words.head, dtype, kernels, weights.progress)
+    decoding = looped(shard, layers, norm, words.head, dtype, kernels, weights.progress)
     return Llama(shard, words, layers, norm, decoding)
 
 

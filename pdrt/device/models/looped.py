@@ -64,7 +64,10 @@ class Layer(Protocol):
 class Looped:
     """The layers' weights as the loops want them; `forward` stands for the torch model's."""
 
-    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], loops: Loops) -> None:
+    def __init__(
+        self, spec: ModelSpec, layers: Sequence[Layer], norm: Tensor, head: Matrix, loops: Loops
+    ) -> None:
+        """`norm` is that before the head."""
         from pdrt.device.jit.decode import Shape
 
         self._loops = loops
@@ -73,18 +76,19 @@ class Looped:
         self._has_prefill = loops.has_prefill(spec.head_dim)
         self._layers = layers  # which own what the addresses lead to
         self._weights = _weights(layers, spec.heads + spec.kv_heads)
+        self._norm, self._head = norm.float(), head
 
-    def compile(self, head: Matrix) -> None:
+    def compile(self) -> None:
         """Takes some 30 s for the first time on a machine; later ones find it on disk."""
         from pdrt.device.jit.chunks import Prompts
         from pdrt.device.jit.decode import Pool, Rows
 
-        x, half = torch.zeros(1, head.weight.shape[1]), torch.zeros(1, self._shape.head_dim // 2)
+        x, half = torch.zeros(1, self._hidden), torch.zeros(1, self._shape.head_dim // 2)
         none = np.zeros((1, 1), np.int64)
         rows = Rows(x.numpy(), half.numpy(), half.numpy(), none, none[0])
         nowhere = Pool(0, 0, 1)
         self._loops.decode(self._weights, self._shape, nowhere, rows, self._wide)
-        self.judge(x, head)
+        self.judge(x)
         if self._has_prefill:
             panels, halves = (panels_of(each.expand(TILE, -1)).numpy() for each in (x, half))
             cells, chunks = none.repeat(TILE, 1), chunk_rows([], 1)
@@ -145,16 +149,20 @@ class Looped:
         self._loops.prefill(self._weights, self._shape, place, prompts, self._wide)
         return panels.transpose(1, 2).reshape(x.shape)
 
-    def judge(self, normed: Tensor, head: Matrix) -> Tensor:
-        """Logits, in float32."""
-        self._share(len(normed) * len(head.weight))
-        parts = (normed[at : at + MOST_ROWS] for at in range(0, len(normed), MOST_ROWS))
-        return torch.cat([self._loops.linear(each, head.weight, _scale(head)) for each in parts])
+    def judge(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states [rows, hidden], in float32."""
+        head, eps = self._head, self._shape.eps
+        self._share(len(hidden) * len(head.weight))
+        parts = (hidden[at : at + MOST_ROWS] for at in range(0, len(hidden), MOST_ROWS))
+        return torch.cat(
+            [self._loops.linear(x, head.weight, _scale(head), self._norm, eps) for x in parts]
+        )
 
 
-def looped(
+def looped(  # noqa: PLR0913 - the parts of a model, and how it is computed
     shard: Shard,
     layers: Sequence[Layer],
+    norm: Tensor,
     head: Matrix,
     dtype: torch.dtype,
     kernels: Kernels,
@@ -175,8 +183,8 @@ def looped(
         told("compile", 0, 1)
         is_quantized = any(isinstance(layer.qkv, QuantizedLinear) for layer in layers)
         loops = Loops(dtype, Crew(torch.get_num_threads()), quantized=is_quantized)
-        found = Looped(shard.spec, layers, loops)
-        found.compile(head)
+        found = Looped(shard.spec, layers, norm, head, loops)
+        found.compile()
         told("compile", 1, 1)
         return found
     not_compiled(kernels, problem)
