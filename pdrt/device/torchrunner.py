@@ -76,7 +76,11 @@ class TorchRunner:
             raise RuntimeError("bind and, in a group, join come before execute")
         if self._mirror:
             self._mirror.before(batch)
-        drawn = self._forward(batch, self._pool, self._groups)
+        threads = torch.get_num_threads()
+        try:
+            drawn = self._forward(batch, self._pool, self._groups)
+        finally:
+            torch.set_num_threads(threads)  # a model may have had reason to take fewer
         if self._mirror:
             self._mirror.after(batch)
         return drawn

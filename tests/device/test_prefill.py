@@ -123,28 +123,33 @@ def test_torchs_threads_come_for_large_steps_and_for_torchs_own(
     tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that waits for torch's next call keeps a core busy that the crew needs."""
-    seen, lay_out, before = list[int](), Looped.lay_out, torch.get_num_threads()
+    seen, before = list[int](), torch.get_num_threads()
 
-    def noted(self: Looped, batch: list[SeqStep], pool: Any) -> Any:
-        wave = lay_out(self, batch, pool)
-        seen.append(torch.get_num_threads())
-        return wave
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            found = call(*args)
+            seen.append(torch.get_num_threads())
+            return found
+
+        return called
 
     def threads(quantize: Quantize = "none") -> list[int]:
-        """For a prompt and for a single token."""
+        """For a prompt and for a single token, when they are laid out and when they are drawn."""
         torch.set_num_threads(3)
         runner = tiny.runner(tiny_model("llama")[0], kernels="compiled", quantize=quantize)
         loop = Loop(runner)
         seen.clear()
         loop.run([loop.sequence(tiny.prompt(3), 8)], 2)
-        return [*seen, torch.get_num_threads()]
+        assert torch.get_num_threads() == 3, "as before the steps"
+        return seen
 
-    monkeypatch.setattr(Looped, "lay_out", noted)
+    for name in ("lay_out", "judge"):
+        monkeypatch.setattr(Looped, name, noted(getattr(Looped, name)))
     try:
-        assert threads() == [1, 1, 1]
-        assert threads("int8") == [3, 1, 1], "loops have no prompts in int8"
+        assert threads() == [1] * 4
+        assert threads("int8") == [3, 1, 1, 1], "loops have no prompts in int8"
         monkeypatch.setattr(looped, "LARGE", 1)
-        assert threads() == [3, 3, 3]
+        assert threads() == [3] * 4
     finally:
         torch.set_num_threads(before)
 

@@ -88,7 +88,7 @@ class Looped:
         rows = Rows(x.numpy(), half.numpy(), half.numpy(), none, none[0])
         nowhere = Pool(0, 0, 1)
         self._loops.decode(self._weights, self._shape, nowhere, rows, self._wide)
-        self.judge(x)
+        self._logits(x)
         if self._has_prefill:
             panels, halves = (panels_of(each.expand(TILE, -1)).numpy() for each in (x, half))
             cells, chunks = none.repeat(TILE, 1), chunk_rows([], 1)
@@ -151,12 +151,13 @@ class Looped:
 
     def judge(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states [rows, hidden], in float32."""
-        head, eps = self._head, self._shape.eps
-        self._share(len(hidden) * len(head.weight))
+        self._share(len(hidden) * len(self._head.weight))
         parts = (hidden[at : at + MOST_ROWS] for at in range(0, len(hidden), MOST_ROWS))
-        return torch.cat(
-            [self._loops.linear(x, head.weight, _scale(head), self._norm, eps) for x in parts]
-        )
+        return torch.cat([self._logits(part) for part in parts])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head = self._head
+        return self._loops.linear(hidden, head.weight, _scale(head), self._norm, self._shape.eps)
 
 
 def looped(  # noqa: PLR0913 - the parts of a model, and how it is computed
