@@ -141,7 +141,7 @@ def _attend_panels(kind, me, head, first, count, chunk, shape, desk):
         some = min(BLOCK, end - at)
         here, to = keys + at * dim * size, scores.ctypes.data
         block(
-            kind, count, here, some, dim * size, size, queries, panel, dim, to, LINE * BLOCK, True
+            kind, count, here, some, dim * size, False, queries, panel, dim, to, LINE * BLOCK, True
         )
         for i in range(count):
             query = begin + i * TILE
@@ -151,11 +151,13 @@ def _attend_panels(kind, me, head, first, count, chunk, shape, desk):
             softmax(kind, place, some, state[i].ctypes.data, place)
             if at:
                 rescale(sums[i].ctypes.data, dim, state[i, 2].ctypes.data)
-        # Of values, a row is a key in float32, and a dimension in bfloat16.
-        row, step = (padded * size, size) if size == 2 else (size, dim * size)
-        those = values + at * (size if size == 2 else dim * size)
-        out, apart = sums.ctypes.data, LINE * dim
-        block(kind, count, those, dim, row, step, to, LINE * BLOCK, some, out, apart, at == 0)
+        # A row of values is a key in float32, and a dimension in bfloat16.
+        turned, out = size == 4, sums.ctypes.data
+        those = values + at * (dim * size if turned else size)
+        apart = (dim if turned else padded) * size
+        block(
+            kind, count, those, dim, apart, turned, to, LINE * BLOCK, some, out, LINE * dim, at == 0
+        )
     for i in range(count):
         for j in range(dim):
             for t in range(TILE):

@@ -12,6 +12,7 @@ the second: therefore products go through some values of all rows at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, Final
 
 from llvmlite import ir
@@ -39,46 +40,67 @@ _DEPTH: Final = 512
 _DEPTH_OF_PAIRS: Final = 256
 _DOWN: Final = 8 if LANES == TILE else 4  # rows of a matrix, and panels, whose sums fill
 _ACROSS: Final = 3 if LANES == TILE else 1  # the registers
+_STEPS: Final = 4  # of a product's depth, one after the other
+_SOON: Final = 8  # lines: what a panel's line is fetched ahead of its use
 _PARTS: Final = range(0, LINE, 4 * LANES)  # vectors of a line
 
 
-@intrinsic(prefer_literal=True)
-def _vector_block(_context, down, across, w, row, step, x, panel, depth, out, out_panel, fresh):
+@intrinsic
+def _vector_block(_context, turned, across, w, apart, x, panel, depth, out, out_panel, fresh):
     """out[i][j] = (fresh: 0, else out[i][j]) + sum over k < depth of w[j, k] * x[i][k].
 
-    For j < down and i < across, which are literal; depth % 4 == 0. Rows of w lie `row` bytes
-    apart and its values `step`; panels of x and out `panel` and `out_panel` bytes.
+    For j < _DOWN and i < across <= _ACROSS; depth % _STEPS == 0. Rows of w lie `apart` bytes apart,
+    or, when it is turned, its columns; panels of x and out `panel` and `out_panel` bytes.
     """
-    rows, columns = down.literal_value, across.literal_value
 
     def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        _, _, w, row, step, x, panel, depth, out, out_panel, fresh = args
-        to = Writer(builder, types.float32)
-        ws = [builder.add(w, builder.mul(long(j), row)) for j in range(rows)]
-        xs = [builder.add(x, builder.mul(long(i), panel)) for i in range(columns)]
-        outs = [
-            builder.add(builder.add(out, builder.mul(long(i), out_panel)), long(LINE * j + part))
-            for j in range(rows)
-            for i in range(columns)
-            for part in _PARTS
-        ]
-
-        def some(at: Any, sums: list[Any]) -> list[Any]:
-            for more in range(4):
-                k = builder.add(at, long(more))
-                lines = [builder.add(each, builder.mul(k, long(LINE))) for each in xs]
-                right = [to.floats(builder.add(each, long(p))) for each in lines for p in _PARTS]
-                left = [to.spread(to.read(FLOAT, to.at_bytes(each, k, step))) for each in ws]
-                pairs = [(a, b) for a in left for b in right]
-                sums = [to.multiply_add(a, b, s) for (a, b), s in zip(pairs, sums, strict=True)]
-            return sums
-
-        olds = [builder.select(fresh, ZEROS, to.floats(each)) for each in outs]
-        for total, place in zip(to.loop(depth, 4, olds, some), outs, strict=True):
-            to.write(total, place)
+        turned, across, *given = args
+        for is_turned, columns in product((False, True), range(1, _ACROSS + 1)):
+            wide = builder.icmp_signed("==", across, long(columns))
+            truth = ir.Constant(turned.type, is_turned)
+            with builder.if_then(builder.and_(wide, builder.icmp_signed("==", turned, truth))):
+                _vectors(Writer(builder, types.float32), columns, given, is_turned=is_turned)
         return _context.get_dummy_value()
 
-    return types.void(down, across, *(ADDRESS,) * 8, types.boolean), write
+    return types.void(types.boolean, *(ADDRESS,) * 8, types.boolean), write
+
+
+def _vectors(to: Writer, columns: int, args: Sequence[Any], *, is_turned: bool) -> None:
+    """What `_vector_block` does, for so many panels.
+
+    The distances that are known are written as such, and a value of w is used up before the next
+    one: otherwise the compiler has too few registers, and sums go through memory.
+    """
+    w, apart, x, panel, depth, out, out_panel, fresh = args
+    b, near = to.b, long(to.bytes)
+    down, right = (near, apart) if is_turned else (apart, near)
+    rows = [b.mul(long(j), down) for j in range(_DOWN)]
+    panels = [b.mul(long(i), panel) for i in range(columns)]
+    outs = [
+        b.add(b.add(out, b.mul(long(i), out_panel)), long(LINE * j + part))
+        for j in range(_DOWN)
+        for i in range(columns)
+        for part in _PARTS
+    ]
+
+    def some(at: Any, sums: list[Any]) -> list[Any]:
+        first, line = b.add(w, b.mul(at, right)), b.add(x, b.mul(at, long(LINE)))
+        for more in range(_STEPS):
+            lines = [b.add(b.add(line, each), long(LINE * more)) for each in panels]
+            values = [to.floats(b.add(each, long(part))) for each in lines for part in _PARTS]
+            for each in lines:
+                to.prefetch(b.add(each, long(LINE * _SOON)))
+            news = list[Any]()
+            for row in rows:
+                place = b.add(b.add(first, row), b.mul(right, long(more)))
+                left, own = to.spread(to.read(FLOAT, place)), sums[len(news) :]
+                news += [to.multiply_add(left, v, s) for v, s in zip(values, own, strict=False)]
+            sums = news
+        return sums
+
+    olds = [b.select(fresh, ZEROS, to.floats(each)) for each in outs]
+    for total, place in zip(to.loop(depth, _STEPS, olds, some), outs, strict=True):
+        to.write(total, place)
 
 
 @intrinsic(prefer_literal=True)
@@ -133,26 +155,13 @@ def _begin(to: Writer, places: Sequence[Any], fresh: Any) -> None:
 
 
 @loop()
-def _with_vectors(count, w, n, row, step, x, panel, depth, out, out_panel, fresh):
+def _with_vectors(count, w, n, apart, turned, x, panel, depth, out, out_panel, fresh):
+    near = 4 if turned else apart
     for j in range(0, n, _DOWN):
-        rows, to, i = w + j * row, out + LINE * j, 0
-        while i < count:
-            here, there, left = x + i * panel, to + i * out_panel, count - i
-            if left >= _ACROSS:
-                _vector_block(
-                    _DOWN, _ACROSS, rows, row, step, here, panel, depth, there, out_panel, fresh
-                )
-                i += _ACROSS
-            elif left == 2:
-                _vector_block(
-                    _DOWN, 2, rows, row, step, here, panel, depth, there, out_panel, fresh
-                )
-                i += 2
-            else:
-                _vector_block(
-                    _DOWN, 1, rows, row, step, here, panel, depth, there, out_panel, fresh
-                )
-                i += 1
+        rows, to = w + j * near, out + LINE * j
+        for i in range(0, count, _ACROSS):
+            some, here, there = min(_ACROSS, count - i), x + i * panel, to + i * out_panel
+            _vector_block(turned, some, rows, apart, here, panel, depth, there, out_panel, fresh)
 
 
 @loop()
@@ -174,16 +183,16 @@ def _with_tiles(count, w, n, row, x, panel, depth, out, out_panel, fresh):
 
 
 @loop()
-def block(kind, count, w, n, row, step, x, panel, depth, out, out_panel, fresh):
+def block(kind, count, w, n, apart, turned, x, panel, depth, out, out_panel, fresh):
     """out[i][j] = (fresh: 0, else out[i][j]) + w[j] . x[i] for j < n and i < count panels.
 
-    All are addresses; n % TILE == 0, and depth % DEEP == 0. Rows of w lie `row` bytes apart and
-    its values `step`, which bfloat16 wants side by side.
+    All are addresses; n % TILE == 0, and depth % DEEP == 0. Rows of w lie `apart` bytes apart, or,
+    when it is turned, which is for float32 alone, columns.
     """
     if bytes_of(kind) == 2:
-        _with_tiles(count, w, n, row, x, panel, depth, out, out_panel, fresh)
+        _with_tiles(count, w, n, apart, x, panel, depth, out, out_panel, fresh)
     else:
-        _with_vectors(count, w, n, row, step, x, panel, depth, out, out_panel, fresh)
+        _with_vectors(count, w, n, apart, turned, x, panel, depth, out, out_panel, fresh)
 
 
 @loop()
@@ -195,7 +204,7 @@ def multiply(kind, count, w, n, width, x, out, out_panel, fresh):
         depth = min(most, width - at)
         here, there = w + size * at, x + size * TILE * at
         panel, anew = size * TILE * width, fresh and at == 0
-        block(kind, count, here, n, size * width, size, there, panel, depth, out, out_panel, anew)
+        block(kind, count, here, n, size * width, False, there, panel, depth, out, out_panel, anew)
 
 
 @intrinsic
