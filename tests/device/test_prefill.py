@@ -21,6 +21,7 @@ from tests.device.tiny import Tiny
 
 pytest.importorskip("numba", reason="pdrt[cpu] is not installed")
 from pdrt.device.jit import panels, tiles
+from pdrt.device.jit.loops import Loops
 
 LENGTHS = (100, 37, 2, 65, 1, 33, 16, 150)
 CHUNKS = (33, 64, 17, 1, 64, 150)  # a step each: single tokens and chunks of all sizes
@@ -66,14 +67,31 @@ def test_mixed_steps_have_the_logits_and_leave_the_kv_that_torch_has(
     torch.testing.assert_close(kv, their_kv, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama_wide_heads", "qwen2"])
+def test_matrices_in_int8_are_those_that_torch_widens(
+    tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    directory, _ = tiny_model(name)
+
+    def told(kernels: Kernels) -> list[torch.Tensor]:
+        runner = tiny.runner(directory, kernels=kernels, quantize="int8")
+        logits, kv = _told(runner, monkeypatch)
+        return [*logits, kv]
+
+    for found, wanted in zip(told("compiled"), told("torch"), strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.skipif(not tiles.are_usable(), reason="this processor has no AMX")
+@pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_bfloat16_is_as_near_to_float32_as_torchs(
-    tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch, quantize: Quantize
 ) -> None:
     directory, _ = tiny_model("llama_wide_heads")
 
     def told(dtype: str, kernels: Kernels) -> list[torch.Tensor]:
-        logits, kv = _told(tiny.runner(directory, dtype, kernels=kernels), monkeypatch)
+        runner = tiny.runner(directory, dtype, kernels=kernels, quantize=quantize)
+        logits, kv = _told(runner, monkeypatch)
         return [*logits, kv]
 
     exact, ours = told("float32", "torch"), told("bfloat16", "compiled")
@@ -133,10 +151,10 @@ def test_torchs_threads_come_for_large_steps_and_for_torchs_own(
 
         return called
 
-    def threads(quantize: Quantize = "none") -> list[int]:
+    def threads() -> list[int]:
         """For a prompt and for a single token, when they are laid out and when they are drawn."""
         torch.set_num_threads(3)
-        runner = tiny.runner(tiny_model("llama")[0], kernels="compiled", quantize=quantize)
+        runner = tiny.runner(tiny_model("llama")[0], kernels="compiled")
         loop = Loop(runner)
         seen.clear()
         loop.run([loop.sequence(tiny.prompt(3), 8)], 2)
@@ -147,7 +165,9 @@ def test_torchs_threads_come_for_large_steps_and_for_torchs_own(
         monkeypatch.setattr(Looped, name, noted(getattr(Looped, name)))
     try:
         assert threads() == [1] * 4
-        assert threads("int8") == [3, 1, 1, 1], "loops have no prompts in int8"
+        with monkeypatch.context() as patched:
+            patched.setattr(Loops, "has_prefill", lambda _self, _head_dim: False)
+            assert threads() == [3, 1, 1, 1], "torch computes the prompt"
         monkeypatch.setattr(looped, "LARGE", 1)
         assert threads() == [3] * 4
     finally:

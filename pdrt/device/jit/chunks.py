@@ -47,6 +47,7 @@ class Desk(NamedTuple):
     values: Any  # of the kind, of each chunk [head_dim, its keys], or in float32 as its keys
     straight: Any  # of the kind [threads, keys of the longest, head_dim], for bfloat16
     gates: Any  # wide [threads, 2, TALL, LOT, TILE]
+    room: Any  # of the kind [threads, values of a part of a matrix, or 0 where it is of the kind]
     line: Any  # wide [threads, TILE]
     scores: Any  # wide [threads, QUERIES, BLOCK, TILE]
     sums: Any  # wide [threads, QUERIES, head_dim, TILE]

@@ -17,6 +17,7 @@ from pdrt.device.jit import decode, prefill, products, tiles
 from pdrt.device.jit.chunks import BLOCK, QUERIES, Desk, Prompts
 from pdrt.device.jit.crew import Crew
 from pdrt.device.jit.decode import PHASES, Pool, Rows, Shape, Weights
+from pdrt.device.jit.panels import DEPTH
 from pdrt.device.jit.prefill import LOT, TALL
 from pdrt.device.jit.products import PORTION, Scratch
 from pdrt.device.jit.sizes import DEEP, TILE
@@ -78,9 +79,9 @@ class Loops:
 
     def has_prefill(self, head_dim: int) -> bool:
         """Whether `prefill` can compute a model of these matrices and heads."""
-        if self._kind is KINDS[torch.float32]:
+        if self._pool_kind is KINDS[torch.float32]:
             return True
-        return self._is_tiled and self._kind is self._pool_kind and head_dim % DEEP == 0
+        return self._is_tiled and head_dim % DEEP == 0
 
     def prefill(
         self, weights: Weights, shape: Shape, pool: Pool, prompts: Prompts, wide: int
@@ -99,14 +100,16 @@ class Loops:
             shares=self._floats("shares", self.threads, group, tokens),
         )
         given = weights, shape, pool, prompts, desk, scratch
-        self._crew.run(lambda me: prefill.prefill(self._kind, me, *given))
+        fixed = self._pool_kind, self._kind
+        self._crew.run(lambda me: prefill.prefill(*fixed, me, *given))
 
     def _desk(self, shape: Shape, prompts: Prompts, wide: int) -> Desk:
         panels, hidden, _ = prompts.x.shape
         q, dim, kv = shape.heads * shape.head_dim, shape.head_dim, shape.kv_heads
         keys = int(prompts.chunks[:, 4].sum())
         longest = int(prompts.chunks[:, 4].max(initial=0))
-        straight = longest if self._kind.itemsize == 2 else 0
+        straight = longest if self._pool_kind.itemsize == 2 else 0
+        room = 2 * LOT * DEPTH if self._kind is not self._pool_kind else 0
         return Desk(
             self._narrow("panels normed", panels, hidden),
             self._wide("panels of qkv", panels, q + 2 * kv * dim),
@@ -117,6 +120,7 @@ class Loops:
             self._of_kind("values", kv, keys, dim),
             self._of_kind("straight", self.threads, straight, dim),
             self._wide("gates", self.threads, 2, TALL, LOT),
+            self._of_kind("room", self.threads, room),
             self._wide("line", self.threads),
             self._wide("panels of scores", self.threads, QUERIES, BLOCK),
             self._wide("sums", self.threads, QUERIES, dim),
@@ -127,12 +131,12 @@ class Loops:
         return self._floats(name, *shape, TILE)
 
     def _narrow(self, name: str, panels: int, width: int) -> npt.NDArray[np.uint32]:
-        size = width * self._kind.itemsize // 4
+        size = width * self._pool_kind.itemsize // 4
         return self._floats(name, panels, size, TILE).view(np.uint32)
 
     def _of_kind(self, name: str, *shape: int) -> npt.NDArray[np.generic]:
-        found = self._floats(name, math.prod(shape) * self._kind.itemsize // 4)
-        return found.view(self._kind.dtype).reshape(shape)
+        found = self._floats(name, math.prod(shape) * self._pool_kind.itemsize // 4)
+        return found.view(self._pool_kind.dtype).reshape(shape)
 
     def linear(
         self,

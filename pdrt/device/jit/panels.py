@@ -36,7 +36,7 @@ from pdrt.device.jit.vectors import (
 
 LINE: Final = 4 * TILE  # bytes
 # Values that a block of a product is deep, by how large they are: measured.
-_DEPTH: Final = 512
+DEPTH: Final = 512
 _DEPTH_OF_PAIRS: Final = 256
 _DOWN: Final = 8 if LANES == TILE else 4  # rows of a matrix, and panels, whose sums fill
 _ACROSS: Final = 3 if LANES == TILE else 1  # the registers
@@ -196,15 +196,44 @@ def block(kind, count, w, n, apart, turned, x, panel, depth, out, out_panel, fre
 
 
 @loop()
-def multiply(kind, count, w, n, width, x, out, out_panel, fresh):
-    """As `block` for rows of w [n, width] that lie one after the other, and panels as well."""
-    size = bytes_of(kind)
-    most = _DEPTH_OF_PAIRS if size == 2 else _DEPTH
+def multiply(kind, held, count, w, n, width, x, out, out_panel, fresh, room):
+    """As `block` for rows of w [n, width] that lie one after the other, and panels as well.
+
+    w is of the kind `held`: where that is int8, it is widened into `room` [n, DEPTH] part by part.
+    """
+    size, most = bytes_of(kind), _depth(kind)
     for at in range(0, width, most):
         depth = min(most, width - at)
-        here, there = w + size * at, x + size * TILE * at
+        here, there, apart = w + bytes_of(held) * at, x + size * TILE * at, bytes_of(held) * width
+        if bytes_of(held) < size:
+            for row in range(n):
+                widen(kind, here + row * apart, depth, room + row * depth * size)
+            here, apart = room, depth * size
         panel, anew = size * TILE * width, fresh and at == 0
-        block(kind, count, here, n, size * width, False, there, panel, depth, out, out_panel, anew)
+        block(kind, count, here, n, apart, False, there, panel, depth, out, out_panel, anew)
+
+
+@loop()
+def _depth(kind):
+    return _DEPTH_OF_PAIRS if bytes_of(kind) == 2 else DEPTH
+
+
+@intrinsic
+def widen(_context, kind, row, count, out):
+    """`count` values in int8, a multiple of LANES, to the kind: float32 or bfloat16."""
+
+    def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        _, row, count, out = args
+        narrow, to = Writer(builder, types.int8), Writer(builder, kind)
+
+        def some(at: Any, _: list[Any]) -> list[Any]:
+            to.write(to.narrowed(narrow.values(builder.add(row, at))), to.at(out, at, to.bytes))
+            return []
+
+        to.loop(count, LANES, [], some)
+        return _context.get_dummy_value()
+
+    return types.void(kind, *(ADDRESS,) * 3), write
 
 
 @intrinsic

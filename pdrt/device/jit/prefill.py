@@ -76,25 +76,52 @@ def _norm(kind, me, scratch, phase, x, weight, eps, desk):
 
 
 @loop()
-def _linear(kind, me, scratch, phase, x, width, w, bias, out, adds):
-    """Panels out (adds: +)= x w^T + bias, for x as products take it."""
+def _linear(kind, held, me, scratch, phase, desk, x, width, matrix, out, adds):
+    """Panels out (adds: +)= x w^T * scale + bias, for x as products take it."""
+    w, scale, bias = matrix
     panels, total, tall = out.shape[0], out.shape[1], _tall(kind)
     lot = _lot(total, scratch.tiles.shape[0])
-    lots = (total + lot - 1) // lot
+    if scale.shape[0]:
+        lot = min(lot, 2 * LOT)  # as there is room for
+    lots, room, sums = (total + lot - 1) // lot, desk.room[me].ctypes.data, desk.gates[me]
     while True:
         first = take(scratch, phase, me, lots) * lot
         if first >= total:
             break
         n = min(lot, total - first)
-        start = w + first * width * bytes_of(kind)
+        start = w + first * width * bytes_of(held)
         for i in range(0, panels, tall):
-            some, here, to = min(tall, panels - i), x[i].ctypes.data, out[i, first].ctypes.data
-            multiply(kind, some, start, n, width, here, to, LINE * total, not adds)
+            some, here = min(tall, panels - i), x[i].ctypes.data
+            if scale.shape[0]:
+                found = sums.reshape(TALL, 2 * LOT, TILE)
+                to, apart = found.ctypes.data, LINE * 2 * LOT
+                multiply(kind, held, some, start, n, width, here, to, apart, True, room)
+                for k in range(some):
+                    _scale_rows(found[k, :n], scale[first : first + n])
+                    _move(found[k, :n], out[i + k, first : first + n], adds)
+            else:
+                to, apart = out[i, first].ctypes.data, LINE * total
+                multiply(kind, held, some, start, n, width, here, to, apart, not adds, room)
         if bias.shape[0]:
             for i in range(panels):
                 _add_rows(out[i, first : first + n], bias[first : first + n])
         give(scratch, phase)
     finish(scratch, phase, lots)
+
+
+@loop()
+def _scale_rows(panel, scale):
+    for j in range(panel.shape[0]):
+        for t in range(TILE):
+            panel[j, t] *= scale[j]
+
+
+@loop()
+def _move(panel, out, adds):
+    """out (adds: +)= panel."""
+    for j in range(panel.shape[0]):
+        for t in range(TILE):
+            out[j, t] = panel[j, t] + (out[j, t] if adds else np.float32(0.0))
 
 
 @loop()
@@ -105,9 +132,10 @@ def _add_rows(panel, bias):
 
 
 @loop()
-def _gated(kind, me, scratch, phase, desk, width, w, bias, wide):
+def _gated(kind, held, me, scratch, phase, desk, width, matrix, wide):
+    w, scale, bias = matrix
     panels, size, tall = desk.normed.shape[0], bytes_of(kind), _tall(kind)
-    lots = (wide + LOT - 1) // LOT
+    lots, room = (wide + LOT - 1) // LOT, desk.room[me].ctypes.data
     gates, ups = desk.gates[me]
     while True:
         first = take(scratch, phase, me, lots) * LOT
@@ -115,12 +143,16 @@ def _gated(kind, me, scratch, phase, desk, width, w, bias, wide):
             break
         n = min(LOT, wide - first)
         gate_bias, up_bias = bias[first : first + n], bias[wide + first : wide + first + n]
+        gate_scale, up_scale = scale[first : first + n], scale[wide + first : wide + first + n]
         for i in range(0, panels, tall):
             some, here = min(tall, panels - i), desk.normed[i].ctypes.data
             for half, out in ((0, gates), (wide, ups)):
-                start = w + (half + first) * width * size
-                multiply(kind, some, start, n, width, here, out.ctypes.data, LINE * LOT, True)
+                start, to = w + (half + first) * width * bytes_of(held), out.ctypes.data
+                multiply(kind, held, some, start, n, width, here, to, LINE * LOT, True, room)
             for k in range(some):
+                if scale.shape[0]:
+                    _scale_rows(gates[k, :n], gate_scale)
+                    _scale_rows(ups[k, :n], up_scale)
                 if bias.shape[0]:
                     _add_rows(gates[k, :n], gate_bias)
                     _add_rows(ups[k, :n], up_bias)
@@ -205,29 +237,31 @@ def _place(kind, me, scratch, phase, layer, weights, shape, pool, prompts, desk)
 
 
 @loop()
-def prefill(kind, me, weights, shape, pool, prompts, desk, scratch):
-    """All layers. Matrices and the pool are of the kind: float32, or bfloat16 with tiles."""
+def prefill(kind, held, me, weights, shape, pool, prompts, desk, scratch):
+    """All layers. The pool is of the kind: float32, or bfloat16 with tiles; so are matrices, or
+    they are held in int8."""
     if not enter(scratch, me):
         return
     if bytes_of(kind) == 2:
         borrow_tiles(scratch, me)
     x, hidden, wide = prompts.x, prompts.x.shape[1], desk.hidden.shape[1] * 4 // bytes_of(kind)
+    q = shape.heads * shape.head_dim
     for layer in range(pool.layers):
         qkv, out, gate_up, down = weights.matrices[layer]
         at = layer * PHASES
         _norm(kind, me, scratch, at, x, weights.attention_norm[layer], shape.eps, desk)
-        bias = weights.qkv_bias[layer]
-        _linear(kind, me, scratch, at + 1, desk.normed, hidden, qkv, bias, desk.qkv, False)
+        matrix = qkv, weights.qkv_scale[layer], weights.qkv_bias[layer]
+        _linear(kind, held, me, scratch, at + 1, desk, desk.normed, hidden, matrix, desk.qkv, False)
         _place(kind, me, scratch, at + 2, layer, weights, shape, pool, prompts, desk)
         prepare(kind, me, scratch, at + 3, layer, weights, shape, pool, prompts, desk)
         attend(kind, me, scratch, at + 4, shape, prompts, desk)
-        bias, q = weights.out_bias[layer], shape.heads * shape.head_dim
-        _linear(kind, me, scratch, at + 5, desk.attended, q, out, bias, x, True)
+        matrix = out, weights.out_scale[layer], weights.out_bias[layer]
+        _linear(kind, held, me, scratch, at + 5, desk, desk.attended, q, matrix, x, True)
         _norm(kind, me, scratch, at + 6, x, weights.mlp_norm[layer], shape.eps, desk)
-        bias = weights.gate_up_bias[layer]
-        _gated(kind, me, scratch, at + 7, desk, hidden, gate_up, bias, wide)
-        bias = weights.down_bias[layer]
-        _linear(kind, me, scratch, at + 8, desk.hidden, wide, down, bias, x, True)
+        matrix = gate_up, weights.gate_up_scale[layer], weights.gate_up_bias[layer]
+        _gated(kind, held, me, scratch, at + 7, desk, hidden, matrix, wide)
+        matrix = down, weights.down_scale[layer], weights.down_bias[layer]
+        _linear(kind, held, me, scratch, at + 8, desk, desk.hidden, wide, matrix, x, True)
     if bytes_of(kind) == 2:
         load_tiles(scratch.tiles[me, 1].ctypes.data)
     leave(scratch, me)

@@ -76,6 +76,13 @@ class Writer:
         wide = self.b.zext(self.read(_HALVES, address), _INTS)
         return self.b.bitcast(self.b.shl(wide, ir.Constant(_INTS, [16] * LANES)), FLOATS)
 
+    def narrowed(self, values: Any) -> Any:
+        """Floats that the kind, float32 or bfloat16, can hold: as it does."""
+        if self.kind == types.float32:
+            return values
+        upper = self.b.lshr(self.b.bitcast(values, _INTS), _ints(16))
+        return self.b.trunc(upper, _HALVES)
+
     def pairs(self, firsts: Any, seconds: Any) -> Any:
         """Of floats that are bfloat16: as such, one of each side by side, in 32 bits."""
         lows = self.b.lshr(self.b.bitcast(firsts, _INTS), ir.Constant(_INTS, [16] * LANES))

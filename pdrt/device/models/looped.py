@@ -1,7 +1,7 @@
 """Steps of a dense Llama through the compiled loops, where its shape and device allow.
 
 Torch's own operators take some 60 calls a layer, and each waits for memory or for its threads.
-Prompts of int8 matrices stay with torch, and those in bfloat16 where there are no tiles.
+Prompts in bfloat16 stay with torch where there are no tiles.
 """
 
 from __future__ import annotations
