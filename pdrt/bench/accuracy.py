@@ -143,10 +143,10 @@ def accuracy(config: NodeConfig, report: Report, console: Console) -> int:
     path = config.model.path
     spec = ModelSpec.read(path, config.model.max_model_len)
     tokenizer = tokenizers.Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
-    torch.set_num_threads(threads_of(config))
 
     def open_way(way: Way) -> TorchRunner:
         dtype, quantize = way
+        torch.set_num_threads(threads_of(config))  # the model before may have taken fewer
         return torchrunner.load(
             path,
             Shard(spec),

@@ -78,6 +78,9 @@ class TorchRunner:
             self._mirror.before(batch)
         threads = torch.get_num_threads()
         try:
+            torch.set_num_threads(1)  # for a few blocks; a shared call would keep the others awake
+            _prepare(batch, self._pool)
+            torch.set_num_threads(threads)
             drawn = self._forward(batch, self._pool, self._groups)
         finally:
             torch.set_num_threads(threads)  # a model may have had reason to take fewer
@@ -86,13 +89,6 @@ class TorchRunner:
         return drawn
 
     def _forward(self, batch: Sequence[SeqStep], pool: SharedPool, groups: Groups) -> list[Drawn]:
-        copied = [step for step in batch if step.copy_from >= 0]
-        if copied:
-            targets = [step.blocks[step.start // self.layout.block_size] for step in copied]
-            pool.copy([step.copy_from for step in copied], targets)
-        fresh = [b for step in batch for b in _begun_in_part(step, self.layout.block_size)]
-        if fresh:
-            pool.clear(fresh)
         asked = compute(self.model, batch, pool, groups)
         return self._answer(batch, asked, groups) if self._context.is_first else []
 
@@ -107,6 +103,18 @@ class TorchRunner:
         rows, vocab = asked.scored, self.model.spec.vocab
         scored = odds.score(batch, rows, vocab, lambda part: self.model.logits(part, group))
         return odds.joined(batch, drawn, scored) if self._shard.is_first else []
+
+
+def _prepare(batch: Sequence[SeqStep], pool: SharedPool) -> None:
+    """Blocks that begin as copies of others, or that a step leaves partly empty."""
+    size = pool.block_size
+    copied = [step for step in batch if step.copy_from >= 0]
+    if copied:
+        targets = [step.blocks[step.start // size] for step in copied]
+        pool.copy([step.copy_from for step in copied], targets)
+    fresh = [b for step in batch for b in _begun_in_part(step, size)]
+    if fresh:
+        pool.clear(fresh)
 
 
 def _begun_in_part(step: SeqStep, size: int) -> Sequence[int]:
