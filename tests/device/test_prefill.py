@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +24,7 @@ from tests.device.loop import Loop, Sequence_
 from tests.device.tiny import Tiny
 
 pytest.importorskip("numba", reason="pdrt[cpu] is not installed")
-from pdrt.device.jit import panels, tiles
+from pdrt.device.jit import lines, tiles
 from pdrt.device.jit.loops import Loops
 
 LENGTHS = (100, 37, 2, 65, 1, 33, 16, 150)
@@ -164,7 +168,7 @@ def test_torchs_threads_come_for_large_steps_and_for_torchs_own(
     for name in ("lay_out", "judge"):
         monkeypatch.setattr(Looped, name, noted(getattr(Looped, name)))
     try:
-        assert threads() == [1] * 4
+        assert threads() == [1] * 4, "laid out and drawn, a prompt and then a token"
         with monkeypatch.context() as patched:
             patched.setattr(Loops, "has_prefill", lambda _self, _head_dim: False)
             assert threads() == [3, 1, 1, 1], "torch computes the prompt"
@@ -192,6 +196,22 @@ def _softmax(scores: torch.Tensor, state: torch.Tensor) -> None:
 
     @numba.njit  # type: ignore[untyped-decorator]
     def call(place: int, count: int, kept: int) -> None:
-        panels.softmax(np.float32(0), place, count, kept, place)
+        lines.softmax(np.float32(0), place, count, kept, place)
 
     call(scores.data_ptr(), len(scores), state.data_ptr())
+
+
+@pytest.mark.parametrize("features", [["avx2"], []], ids=["8 lanes", "4 lanes"])
+def test_hidden_keys_have_no_share_with_short_vectors_either(
+    tmp_path: Path, features: list[str]
+) -> None:
+    """Only the longest have an instruction that makes 0 of 2 to the power of minus infinity."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.device.narrow", *features],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},  # which does not know the features
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

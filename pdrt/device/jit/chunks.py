@@ -12,7 +12,8 @@ import numpy as np
 
 from pdrt.device.jit.compiled import loop
 from pdrt.device.jit.decode import attend_head
-from pdrt.device.jit.panels import LINE, block, copy, pair, rescale, softmax, turn_tokens
+from pdrt.device.jit.lines import LINE, copy, pair, rescale, softmax, turn_tokens
+from pdrt.device.jit.panels import block
 from pdrt.device.jit.products import finish, give, take
 from pdrt.device.jit.sizes import DEEP, TILE
 from pdrt.device.jit.vectors import bytes_of

@@ -20,7 +20,7 @@ from pdrt.device.jit.products import (
     give,
     is_over,
     leave,
-    norm,
+    norm_rows,
     portions_of,
     product,
     take,
@@ -214,13 +214,13 @@ def decode(kind, pool_kind, tiled, me, weights, shape, pool, rows, scratch):
         at = layer * PHASES
         if is_over(scratch, at + PHASES - 1, portions_of(x.shape[1])):
             continue  # the others have done it all: this thread came late
-        norm(x, weights.attention_norm[layer], shape.eps, normed)
+        norm_rows(x, weights.attention_norm[layer], shape.eps, normed)
         scale, bias = weights.qkv_scale[layer], weights.qkv_bias[layer]
         add_linear(kind, tiled, me, scratch, at, normed, qkv, scale, bias, scratch.qkv, False)
         _attend(pool_kind, me, scratch, at + 1, rows, layer, weights, shape, pool)
         scale, bias = weights.out_scale[layer], weights.out_bias[layer]
         add_linear(kind, tiled, me, scratch, at + 2, attended, out, scale, bias, x, True)
-        norm(x, weights.mlp_norm[layer], shape.eps, normed)
+        norm_rows(x, weights.mlp_norm[layer], shape.eps, normed)
         scale, bias = weights.gate_up_scale[layer], weights.gate_up_bias[layer]
         gated(kind, tiled, me, scratch, at + 3, normed, gate_up, scale, bias, hidden)
         scale, bias = weights.down_scale[layer], weights.down_bias[layer]

@@ -1,4 +1,4 @@
-"""Torch's tensors through the compiled loops: threads and scratch memory, and the two calls.
+"""Torch's tensors through the compiled loops: threads and scratch memory, and the calls.
 
 One `Loops` serves a device thread. Nothing is copied but what is a few rows.
 """

@@ -13,7 +13,8 @@ import numpy as np
 
 from pdrt.device.jit.chunks import attend, pack, prepare
 from pdrt.device.jit.compiled import loop
-from pdrt.device.jit.panels import LINE, gate, multiply, pair, squares
+from pdrt.device.jit.lines import LINE, gate, pair, squares
+from pdrt.device.jit.panels import multiply
 from pdrt.device.jit.products import borrow_tiles, enter, finish, give, leave, take
 from pdrt.device.jit.sizes import DEEP, TILE
 from pdrt.device.jit.tiles import load_tiles

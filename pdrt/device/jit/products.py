@@ -286,7 +286,7 @@ def gated(kind, tiled, me, scratch, phase, x, w, scale, bias, out):
 
 
 @loop(fastmath={"contract", "reassoc"})
-def norm(x, weight, eps, out):
+def norm_rows(x, weight, eps, out):
     """RMSNorm of each row."""
     for row in range(x.shape[0]):
         total = np.float32(0.0)
@@ -307,10 +307,11 @@ def linear(kind, tiled, me, x, weight, eps, matrix, scale, bias, out, scratch):
         return
     if tiled:
         borrow_tiles(scratch, me)
-    if weight.shape[0]:
-        norm(x, weight, eps, scratch.normed[me])
-        x = scratch.normed[me]
-    add_linear(kind, tiled, me, scratch, 0, x, matrix, scale, bias, out, False)
+    if not is_over(scratch, 0, portions_of(out.shape[1])):
+        if weight.shape[0]:
+            norm_rows(x, weight, eps, scratch.normed[me])
+            x = scratch.normed[me]
+        add_linear(kind, tiled, me, scratch, 0, x, matrix, scale, bias, out, False)
     if tiled:
         load_tiles(scratch.tiles[me, 1].ctypes.data)
     leave(scratch, me)

@@ -74,10 +74,10 @@ class Writer:
             wide = self.b.sext(self.read(_CHARS, address), _INTS)
             return self.b.sitofp(wide, FLOATS)
         wide = self.b.zext(self.read(_HALVES, address), _INTS)
-        return self.b.bitcast(self.b.shl(wide, ir.Constant(_INTS, [16] * LANES)), FLOATS)
+        return self.b.bitcast(self.b.shl(wide, _ints(16)), FLOATS)
 
     def narrowed(self, values: Any) -> Any:
-        """Floats that the kind, float32 or bfloat16, can hold: as it does."""
+        """Floats that the kind, float32 or bfloat16, has exactly: in its form."""
         if self.kind == types.float32:
             return values
         upper = self.b.lshr(self.b.bitcast(values, _INTS), _ints(16))
@@ -85,14 +85,11 @@ class Writer:
 
     def pairs(self, firsts: Any, seconds: Any) -> Any:
         """Of floats that are bfloat16: as such, one of each side by side, in 32 bits."""
-        lows = self.b.lshr(self.b.bitcast(firsts, _INTS), ir.Constant(_INTS, [16] * LANES))
+        lows = self.b.lshr(self.b.bitcast(firsts, _INTS), _ints(16))
         return self.b.or_(lows, self.b.bitcast(seconds, _INTS))
 
     def write(self, value: Any, address: Any) -> None:
         self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()), align=4)
-
-    def at_bytes(self, base: Any, index: Any, step: Any) -> Any:
-        return self.b.add(base, self.b.mul(index, step))
 
     def constant(self, value: float) -> Any:
         return ir.Constant(FLOATS, [value] * LANES)
@@ -102,6 +99,8 @@ class Writer:
 
     def exp2(self, x: Any) -> Any:
         """2 ** x as exact as the kind wants it; 0 or infinite where it has no place."""
+        if LANES != 16:  # where nothing but `_scaled` makes 0 of what is infinite
+            x = self.larger(self.constant(-150.0), x)
         factors = _EXP2 if self.kind == types.float32 else _EXP2_SHORT
         turns = self.call(f"llvm.rint.v{LANES}f32", FLOATS, x)
         r, p = self.b.fsub(x, turns), self.constant(factors[0])
@@ -114,7 +113,7 @@ class Writer:
         if LANES == 16:
             mask, now = ir.Constant(_HALF, -1), ir.Constant(INT, 4)
             return self.call("llvm.x86.avx512.mask.scalef.ps.512", FLOATS, x, turns, x, mask, now)
-        least, most = self.constant(-126.0), self.constant(127.0)
+        least, most = self.constant(-127.0), self.constant(128.0)  # become 0, and infinite
         turns = self.b.select(self.b.fcmp_ordered("<", turns, most), turns, most)
         biased = self.b.add(self.b.fptosi(self.larger(turns, least), _INTS), _ints(127))
         return self.b.fmul(x, self.b.bitcast(self.b.shl(biased, _ints(23)), FLOATS))
