@@ -367,7 +367,7 @@ async def test_who_leaves_while_it_attaches_leaves_nothing_behind(rig: Rig) -> N
     rig.transport.detach("a")
     await threads_are_gone()
     assert rig.engine.story == ["connect"] * 3 + ["part"] * 4
-    assert _open_files() == files - 1  # a's
+    assert _open_files() <= files - 1  # less a's; what tests before left may go meanwhile
     await rig.transport.attach(rig.peer("b"))
     rig.write(1, peer="b")
     assert await anext(rig.ends) == Ended(1)
@@ -395,7 +395,7 @@ async def test_where_no_thread_is_to_be_had_the_peer_is_refused(rig: Rig) -> Non
             await rig.transport.attach(rig.peer("b"))
     finally:
         threading.stack_size(usual)
-    assert _open_files() == files
+    assert _open_files() <= files
     await rig.transport.attach(rig.peer("b"))
     rig.write(1, peer="b")
     assert await anext(rig.ends) == Ended(1)
