@@ -9,8 +9,10 @@ import sys
 import threading
 from asyncio.subprocess import PIPE
 from asyncio.subprocess import Process as Child
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Final
 
 import numpy as np
 import pytest
@@ -286,7 +288,7 @@ async def test_threads_and_files_are_gone_after_close(name: str) -> None:
             rig.transport.start(rig.write(number, "ab"[number % 2], LARGE))
         await rig.ended(1)
     assert {end.id for end in rig.ends} == set(range(20))
-    assert (_threads(), _files()) == (threads, files)
+    assert (_threads(), Counter(_files()) - Counter(files)) == (threads, Counter())
 
 
 @pytest.mark.e2e
@@ -343,6 +345,9 @@ async def _child(rig: Bench, name: str) -> AsyncIterator[Child]:
         await child.communicate()
 
 
+_TOLD: Final = ("/sys/", "/proc/")
+
+
 def _threads() -> list[str]:
     """Those of the loop's own pool come and go with the load, and end with the loop."""
     names = [thread.name for thread in threading.enumerate()]
@@ -350,9 +355,11 @@ def _threads() -> list[str]:
 
 
 def _files() -> list[str]:
-    """What is open here, but for memories: one is unmapped with its last view."""
+    """What is open here, but for memories: one is unmapped with its last view; and for what the
+    kernel tells: mooncake's Go runtime looks up its cores whenever it likes."""
     links = [_link(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    return sorted(link.partition(":")[0] for link in links if "memfd" not in link)
+    ours = (link for link in links if "memfd" not in link and not link.startswith(_TOLD))
+    return [link.partition(":")[0] for link in ours]
 
 
 def _link(path: str) -> str:
