@@ -91,9 +91,10 @@ class Steps:
     def logits(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """[prompts, vocab] after these further tokens of each."""
         batch = [self._step(number, some) for number, some in enumerate(tokens)]
-        wave = self._model.lay_out(batch, self._pool)
-        hidden = self._model.forward(wave, self._pool, Solo())
-        found = self._model.logits(hidden[wave.drawn], Solo())
+        with torchrunner.threads_restored():
+            wave = self._model.lay_out(batch, self._pool)
+            hidden = self._model.forward(wave, self._pool, Solo())
+            found = self._model.logits(hidden[wave.drawn], Solo())
         assert found is not None, "a rank alone is the first"
         return found
 
@@ -143,10 +144,10 @@ def accuracy(config: NodeConfig, report: Report, console: Console) -> int:
     path = config.model.path
     spec = ModelSpec.read(path, config.model.max_model_len)
     tokenizer = tokenizers.Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
+    torch.set_num_threads(threads_of(config))
 
     def open_way(way: Way) -> TorchRunner:
         dtype, quantize = way
-        torch.set_num_threads(threads_of(config))  # the model before may have taken fewer
         return torchrunner.load(
             path,
             Shard(spec),

@@ -5,7 +5,8 @@ Verified on the CPU. cuda and npu run the same code over a mirrored pool and are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -76,14 +77,11 @@ class TorchRunner:
             raise RuntimeError("bind and, in a group, join come before execute")
         if self._mirror:
             self._mirror.before(batch)
-        threads = torch.get_num_threads()
-        try:
+        with threads_restored():
             torch.set_num_threads(1)  # for a few blocks; a shared call would keep the others awake
             _prepare(batch, self._pool)
-            torch.set_num_threads(threads)
+        with threads_restored():
             drawn = self._forward(batch, self._pool, self._groups)
-        finally:
-            torch.set_num_threads(threads)  # a model may have had reason to take fewer
         if self._mirror:
             self._mirror.after(batch)
         return drawn
@@ -103,6 +101,16 @@ class TorchRunner:
         rows, vocab = asked.scored, self.model.spec.vocab
         scored = odds.score(batch, rows, vocab, lambda part: self.model.logits(part, group))
         return odds.joined(batch, drawn, scored) if self._shard.is_first else []
+
+
+@contextmanager
+def threads_restored() -> Iterator[None]:
+    """Torch has as many threads after it as before; a model may have reason to take fewer."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _prepare(batch: Sequence[SeqStep], pool: SharedPool) -> None:

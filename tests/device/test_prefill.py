@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pdrt.device.batch import SeqStep
-from pdrt.device.kv import DTYPES
+from pdrt.device.kv import DTYPES, KvPool
 from pdrt.device.models import looped
 from pdrt.device.models.looped import MOST_ROWS, Looped
 from pdrt.device.models.waves import PanelWave, TableWave
@@ -121,18 +121,20 @@ def test_threads_agree_to_the_last_bit(
     assert torch.equal(kv, their_kv)
 
 
+@pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_each_batch_is_laid_out_for_the_loops(
-    tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch, quantize: Quantize
 ) -> None:
     waves = list[Any]()
     lay_out = Looped.lay_out
 
     def noted(self: Looped, batch: list[SeqStep], pool: Any) -> Any:
-        waves.append(type(lay_out(self, batch, pool)))
-        return lay_out(self, batch, pool)
+        wave = lay_out(self, batch, pool)
+        waves.append(type(wave))
+        return wave
 
     monkeypatch.setattr(Looped, "lay_out", noted)
-    loop = Loop(tiny.runner(tiny_model("llama")[0]), blocks=256)
+    loop = Loop(tiny.runner(tiny_model("llama")[0], quantize=quantize), blocks=256)
     few = [loop.sequence(tiny.prompt(3), 8) for _ in range(2)]
     loop.run(few, 3)  # a prompt, and two steps
     assert waves == [PanelWave, TableWave, TableWave]
@@ -167,6 +169,13 @@ def test_torchs_threads_come_for_large_steps_and_for_torchs_own(
 
     for name in ("lay_out", "judge"):
         monkeypatch.setattr(Looped, name, noted(getattr(Looped, name)))
+    prepared, clear = list[int](), KvPool.clear
+
+    def cleared(self: KvPool, blocks: list[int]) -> None:
+        prepared.append(torch.get_num_threads())
+        clear(self, blocks)
+
+    monkeypatch.setattr(KvPool, "clear", cleared)
     try:
         assert threads() == [1] * 4, "laid out and drawn, a prompt and then a token"
         with monkeypatch.context() as patched:
@@ -174,6 +183,8 @@ def test_torchs_threads_come_for_large_steps_and_for_torchs_own(
             assert threads() == [3, 1, 1, 1], "torch computes the prompt"
         monkeypatch.setattr(looped, "LARGE", 1)
         assert threads() == [3] * 4
+        assert prepared
+        assert set(prepared) == {1}, "a block that a step begins is small"
     finally:
         torch.set_num_threads(before)
 

@@ -205,12 +205,6 @@ def pair(_context, low, high):
     """Two floats rounded (to even) to bfloat16, in 32 bits."""
 
     def write(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        halves = []
-        for each in args:
-            bits = builder.bitcast(each, INT)
-            odd = builder.and_(builder.lshr(bits, ir.Constant(INT, 16)), ir.Constant(INT, 1))
-            halves.append(builder.add(builder.add(bits, ir.Constant(INT, 0x7FFF)), odd))
-        low = builder.lshr(halves[0], ir.Constant(INT, 16))
-        return builder.or_(low, builder.and_(halves[1], ir.Constant(INT, 0xFFFF0000)))
+        return Writer(builder, types.uint16).rounded_pair(*args)
 
     return types.uint32(types.float32, types.float32), write

@@ -61,19 +61,13 @@ class Loops:
 
         `wide` is the MLP's intermediate size.
         """
-        group = shape.heads // shape.kv_heads
         count, hidden = rows.x.shape
-        tokens = rows.tables.shape[1] * pool.size
-        q, kv, threads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, self.threads
-        widest = max(hidden, q, wide)
+        widest = max(hidden, shape.heads * shape.head_dim, wide)
         scratch = self._scratch(PHASES * pool.layers, count, widest)._replace(
-            normed=self._floats("normed", threads, count, hidden),
-            qkv=self._floats("qkv", count, q + 2 * kv),
-            attended=self._floats("attended", count, q),
+            normed=self._floats("normed", self.threads, count, hidden),
             hidden=self._floats("hidden", count, wide),
-            scores=self._floats("scores", threads, group * tokens),
-            shares=self._floats("shares", threads, group, tokens),
         )
+        scratch = self._to_attend(scratch, shape, rows, pool)
         fixed = self._kind, self._pool_kind, self._is_tiled
         self._crew.run(lambda me: decode.decode(*fixed, me, weights, shape, pool, rows, scratch))
 
@@ -90,18 +84,22 @@ class Loops:
         states. `wide` is the MLP's intermediate size.
         """
         desk = self._desk(shape, prompts, wide)
-        rows, q = len(prompts.singles.positions), shape.heads * shape.head_dim
-        group = shape.heads // shape.kv_heads
-        tokens = prompts.singles.tables.shape[1] * pool.size
-        scratch = self._scratch(prefill.PHASES * pool.layers, 0, 0)._replace(
-            qkv=self._floats("qkv", rows, q + 2 * shape.kv_heads * shape.head_dim),
-            attended=self._floats("attended", rows, q),
-            scores=self._floats("scores", self.threads, group * tokens),
-            shares=self._floats("shares", self.threads, group, tokens),
-        )
+        scratch = self._scratch(prefill.PHASES * pool.layers, 0, 0)
+        scratch = self._to_attend(scratch, shape, prompts.singles, pool)
         given = weights, shape, pool, prompts, desk, scratch
         fixed = self._pool_kind, self._kind
         self._crew.run(lambda me: prefill.prefill(*fixed, me, *given))
+
+    def _to_attend(self, scratch: Scratch, shape: Shape, rows: Rows, pool: Pool) -> Scratch:
+        """With what single tokens need for attention."""
+        count, tokens = len(rows.positions), rows.tables.shape[1] * pool.size
+        group, q = shape.heads // shape.kv_heads, shape.heads * shape.head_dim
+        return scratch._replace(
+            qkv=self._floats("qkv", count, q + 2 * shape.kv_heads * shape.head_dim),
+            attended=self._floats("attended", count, q),
+            scores=self._floats("scores", self.threads, group * tokens),
+            shares=self._floats("shares", self.threads, group, tokens),
+        )
 
     def _desk(self, shape: Shape, prompts: Prompts, wide: int) -> Desk:
         panels, hidden, _ = prompts.x.shape

@@ -84,7 +84,8 @@ def _linear(kind, held, me, scratch, phase, desk, x, width, matrix, out, adds):
     lot = _lot(total, scratch.tiles.shape[0])
     if scale.shape[0]:
         lot = min(lot, 2 * LOT)  # as there is room for
-    lots, room, sums = (total + lot - 1) // lot, desk.room[me].ctypes.data, desk.gates[me]
+    lots, room = (total + lot - 1) // lot, desk.room[me].ctypes.data
+    sums = desk.gates[me].reshape(TALL, 2 * LOT, TILE)
     while True:
         first = take(scratch, phase, me, lots) * lot
         if first >= total:
@@ -94,12 +95,11 @@ def _linear(kind, held, me, scratch, phase, desk, x, width, matrix, out, adds):
         for i in range(0, panels, tall):
             some, here = min(tall, panels - i), x[i].ctypes.data
             if scale.shape[0]:
-                found = sums.reshape(TALL, 2 * LOT, TILE)
-                to, apart = found.ctypes.data, LINE * 2 * LOT
+                to, apart = sums.ctypes.data, LINE * 2 * LOT
                 multiply(kind, held, some, start, n, width, here, to, apart, True, room)
                 for k in range(some):
-                    _scale_rows(found[k, :n], scale[first : first + n])
-                    _move(found[k, :n], out[i + k, first : first + n], adds)
+                    _scale_rows(sums[k, :n], scale[first : first + n])
+                    _move(sums[k, :n], out[i + k, first : first + n], adds)
             else:
                 to, apart = out[i, first].ctypes.data, LINE * total
                 multiply(kind, held, some, start, n, width, here, to, apart, not adds, room)

@@ -298,18 +298,18 @@ def norm_rows(x, weight, eps, out):
 
 
 @loop()
-def linear(kind, tiled, me, x, weight, eps, matrix, scale, bias, out, scratch):
+def linear(kind, tiled, me, x, norm, eps, matrix, scale, bias, out, scratch):
     """out [rows, n] = scale * x [rows, width] w^T + bias, all float32 but w, of the kind.
 
-    Where `weight` [width or 0] is there, x is normed before.
+    Where weights `norm` [width or 0] are there, x is normed before.
     """
     if not enter(scratch, me):
         return
     if tiled:
         borrow_tiles(scratch, me)
     if not is_over(scratch, 0, portions_of(out.shape[1])):
-        if weight.shape[0]:
-            norm_rows(x, weight, eps, scratch.normed[me])
+        if norm.shape[0]:
+            norm_rows(x, norm, eps, scratch.normed[me])
             x = scratch.normed[me]
         add_linear(kind, tiled, me, scratch, 0, x, matrix, scale, bias, out, False)
     if tiled:

@@ -12,6 +12,7 @@ float32. A sum's order depends on its row alone, not on how many rows are comput
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import llvmlite.binding as llvm
@@ -119,10 +120,17 @@ class Writer:
         return self.b.fmul(x, self.b.bitcast(self.b.shl(biased, _ints(23)), FLOATS))
 
     def rounded(self, values: Any) -> Any:
-        """The upper 16 bits are these floats as bfloat16 (rounded to even)."""
-        bits = self.b.bitcast(values, _INTS)
-        odd = self.b.and_(self.b.lshr(bits, _ints(16)), _ints(1))
-        return self.b.add(self.b.add(bits, _ints(0x7FFF)), odd)
+        """The upper 16 bits are this float, or a vector of them, as bfloat16 (rounded to even)."""
+        kind, number = (_INTS, _ints) if values.type == FLOATS else (INT, partial(ir.Constant, INT))
+        bits = self.b.bitcast(values, kind)
+        odd = self.b.and_(self.b.lshr(bits, number(16)), number(1))
+        return self.b.add(self.b.add(bits, number(0x7FFF)), odd)
+
+    def rounded_pair(self, low: Any, high: Any) -> Any:
+        """Two floats, or vectors of them, rounded to bfloat16 and side by side in 32 bits."""
+        low, high = map(self.rounded, (low, high))
+        number = _ints if low.type == _INTS else partial(ir.Constant, INT)
+        return self.b.or_(self.b.lshr(low, number(16)), self.b.and_(high, number(0xFFFF0000)))
 
     def write_two(self, values: Sequence[Any], base: Any, index: Any, line: int) -> None:
         """Two lines' vectors as products take them: in float32, or as pairs of bfloat16."""
@@ -130,9 +138,7 @@ class Writer:
             for more, value in enumerate(values):
                 self.write(value, self.at(base, self.b.add(index, long(more)), line))
             return
-        low, high = map(self.rounded, values)
-        low, high = self.b.lshr(low, _ints(16)), self.b.and_(high, _ints(0xFFFF0000))
-        self.write(self.b.or_(low, high), self.at(base, index, line // 2))
+        self.write(self.rounded_pair(*values), self.at(base, index, line // 2))
 
     def multiply_add(self, x: Any, y: Any, total: Any) -> Any:
         return self.call(f"llvm.fma.v{LANES}f32", FLOATS, x, y, total)
@@ -323,10 +329,8 @@ def put(_context, kind, address, value):
         if to.kind == types.float32:
             to.write(args[2], args[1])
             return _context.get_dummy_value()
-        bits = builder.bitcast(args[2], INT)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(INT, 16)), ir.Constant(INT, 1))
-        up = builder.add(builder.add(bits, ir.Constant(INT, 0x7FFF)), odd)
-        half = builder.trunc(builder.lshr(up, ir.Constant(INT, 16)), _HALF)
+        upper = builder.lshr(to.rounded(args[2]), ir.Constant(INT, 16))
+        half = builder.trunc(upper, _HALF)
         builder.store(half, builder.inttoptr(args[1], _HALF.as_pointer()), align=2)
         return _context.get_dummy_value()
 

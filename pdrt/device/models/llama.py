@@ -24,6 +24,7 @@ from pdrt.device.models.blocks import FeedForward, Reader, rms_norm
 from pdrt.device.models.experts import feed_forward
 from pdrt.device.models.looped import Looped, looped
 from pdrt.device.models.vocabulary import Vocabulary, vocabulary
+from pdrt.device.models.waves import TableWave
 from pdrt.device.quantized import Matrix
 from pdrt.device.rope import frequencies, rotate_
 from pdrt.device.shard import Run, Shard
@@ -70,7 +71,7 @@ class Llama:
         turned = heads + self._kv_heads
         x = self._vocabulary.embed(wave.tokens, group)
         cos, sin = self._angles(wave.positions)
-        if self._looped and self._looped.takes(wave):
+        if self._looped and isinstance(wave, TableWave):
             return self._looped.forward(x.float(), cos, sin, wave, pool)
         cos, sin = (each.to(x.dtype).unsqueeze(1) for each in (cos, sin))
         for number, layer in enumerate(self._layers):

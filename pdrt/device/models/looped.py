@@ -7,8 +7,9 @@ Prompts in bfloat16 stay with torch where there are no tiles.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -95,30 +96,23 @@ class Looped:
             prompts = Prompts(panels, halves, halves, cells, rows, chunks, none[0])
             self._loops.prefill(self._weights, self._shape, nowhere, prompts, self._wide)
 
-    def takes_rows(self, count: int) -> bool:
-        return count <= MOST_ROWS
-
     def lay_out(self, batch: Sequence[SeqStep], pool: KvPool) -> Wave | None:
         """None: torch has to compute it."""
         single = all(len(step.tokens) == 1 and step.scoring is None for step in batch)
-        if single and self.takes_rows(len(batch)):
+        if single and len(batch) <= MOST_ROWS:
             wave: TableWave | None = lay_out_tables(batch, pool)
         else:
             wave = lay_out_panels(batch, pool) if self._has_prefill else None
-        self._share(len(wave.tokens) * self._hidden if wave else None)
+        self._share(len(wave.tokens) * self._hidden if wave else math.inf)
         return wave
 
-    def _share(self, values: int | None) -> None:
-        """Let torch's threads come when what it does next is large, or (None) for all of a step.
+    def _share(self, values: float) -> None:
+        """Let torch's threads come when what it does next with so many values is large.
 
         Each call that they share keeps them spinning for milliseconds after it, in which a thread
         of the crew on the same core does not get to its work.
         """
-        few = values is not None and values <= LARGE
-        torch.set_num_threads(1 if few else self._loops.threads)
-
-    def takes(self, wave: Wave) -> TypeGuard[TableWave]:
-        return isinstance(wave, TableWave)
+        torch.set_num_threads(1 if values <= LARGE else self._loops.threads)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, wave: TableWave, pool: KvPool) -> Tensor:
         """Hidden states for embeddings x [rows, hidden]; cosines and sines [rows, head_dim / 2].
