@@ -56,6 +56,7 @@ Text = Annotated[str, BeforeValidator(lambda value: _cut(value, 8192))]
 Handle = Annotated[bytes, Field(max_length=65536)]
 Finish: TypeAlias = Literal["stop", "length"]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 def _cut(value: object, characters: int) -> object:
@@ -173,6 +174,17 @@ class KvLayout:
 
 
 @_wire
+class Grammar:
+    """What an answer must be, in the words of one of these languages.
+
+    `json` is a JSON schema, `choice` a JSON list of strings, `lark` a grammar in Lark's notation.
+    """
+
+    kind: Literal["json", "regex", "choice", "lark"]
+    text: Annotated[str, Field(max_length=1 << 16)]
+
+
+@_wire
 class Sampling:
     """How tokens are drawn and when an answer ends. Stop strings are the leader's business."""
 
@@ -189,6 +201,9 @@ class Sampling:
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     n: Annotated[int, Field(ge=1, le=128)] = 1  # sequences after one prompt, each with an end
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0  # likeliest tokens told beside each
+    # Tokens, each once, and what is added to their logits.
+    logit_bias: Annotated[tuple[tuple[U31, Bias], ...], Field(max_length=1024)] = ()
+    grammar: Grammar | None = None  # tokens that break it are not drawn
 
 
 @_wire

@@ -44,12 +44,16 @@ def value(hint: Any, bounds: dict[str, Any] | None = None) -> Strategy:
     if origin in (Union, types.UnionType):
         return st.one_of([value(argument) for argument in arguments])
     if origin is tuple:
-        return st.lists(value(arguments[0]), max_size=min(3, bounds.get("max_length", 3))).map(
-            tuple
-        )
+        return _tuple(arguments, bounds)
     if origin is dict:
         return st.dictionaries(WORDS, value(arguments[1]), max_size=3)
     return _plain(hint, bounds)
+
+
+def _tuple(arguments: tuple[Any, ...], bounds: dict[str, Any]) -> Strategy:
+    if arguments[-1] is not ...:
+        return st.tuples(*map(value, arguments))
+    return st.lists(value(arguments[0]), max_size=min(3, bounds.get("max_length", 3))).map(tuple)
 
 
 def _plain(hint: Any, bounds: dict[str, Any]) -> Strategy:

@@ -87,13 +87,17 @@ async def submit_of(leader: Leader, call: Call) -> Submit:
     leader.limits.check_prompt(ids)
     check_scoring(call.order.scoring, len(ids))
     limit = leader.limits.total(leader.role, len(ids))
+    sampling = call.order.settle(len(ids), limit, leader.mint())
+    leader.limits.check_bias(sampling)
+    if sampling.grammar is not None:
+        raise BadRequest("response_format is not supported in this version")
     return Submit(
         room=call.room,
         attempt=call.attempt,
         request_id=call.request_id,
         tokens=pack_ids(ids),
         prompt_tokens=len(ids),
-        sampling=call.order.settle(len(ids), limit, leader.mint()),
+        sampling=sampling,
         time_left=max(call.deadline - leader.clock(), 0.0),
         source=source,
         scoring=call.order.scoring,
@@ -116,6 +120,7 @@ def submit_again(leader: Leader, body: PrefillAgain) -> Submit:
     """The same for a retracted room, whose tokens are known. Raises PdrtError as above."""
     check_token(leader, body.transfer_token, body.bootstrap_room, body.attempt)
     leader.limits.check_prompt(body.input_ids)
+    leader.limits.check_bias(body.sampling)
     leader.limits.total(leader.role, len(body.input_ids))
     if body.prompt_tokens > len(body.input_ids):
         raise BadRequest(f"prompt_tokens: there are {len(body.input_ids)} input_ids")

@@ -15,6 +15,7 @@ from pdrt.control.http import Json
 from pdrt.control.text import TextPool
 from pdrt.errors import BadRequest, TooLong
 from pdrt.keys import ClusterKey
+from pdrt.messages import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,13 @@ class Limits:
             raise BadRequest("prompt is empty")
         if (largest := max(ids)) >= self.vocab:
             raise BadRequest(f"prompt: token {largest} is outside the vocabulary of {self.vocab}")
+
+    def check_bias(self, sampling: Sampling) -> None:
+        """Raises BadRequest for a token that the model does not know."""
+        if sampling.logit_bias and (largest := max(sampling.logit_bias)[0]) >= self.vocab:
+            raise BadRequest(
+                f"logit_bias: token {largest} is outside the vocabulary of {self.vocab}"
+            )
 
     def total(self, role: Role, prompt_tokens: int) -> int:
         """Most tokens of prompt and answer together. Raises TooLong when the prompt cannot fit.

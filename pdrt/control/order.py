@@ -30,7 +30,7 @@ from pdrt.control.schema import (
     without,
 )
 from pdrt.errors import BadRequest, TooLong
-from pdrt.messages import Sampling
+from pdrt.messages import Grammar, Sampling
 
 Dialect: TypeAlias = Literal["generate", "completions", "chat"]
 
@@ -79,6 +79,7 @@ class Order:
     timeout_s: float | None
     client_room: int | None
     pin: Pin | None
+    grammar: Grammar | None = None  # what the answer must be
     odds: int | None = None  # alternatives told beside each token; None: no log-probabilities
     scoring: int = -1  # the same for the prompt's tokens; -1: none
     echo: bool = False  # the prompt's text comes before each answer
@@ -116,6 +117,7 @@ class Order:
         drawn = self.seed if self.seed is not None else seed
         return _sampling(
             self.drawing,
+            self.grammar,
             max_tokens=max(count, 1),
             seed=drawn & _SEED_MASK,
             n=self.n,
@@ -237,7 +239,25 @@ def _order(
         timeout_s=request.timeout_s,
         client_room=request.bootstrap_room,
         pin=Pin(host, port) if host is not None and port is not None else None,
+        grammar=_grammar(request, drawing),
     )
+
+
+def _grammar(
+    request: GenerateRequest | CompletionRequest | ChatRequest, drawing: Drawing
+) -> Grammar | None:
+    """What the answer must be, named in one way or the other."""
+    wanted = None if isinstance(request, GenerateRequest) else request.response_format
+    first = None if wanted is None else wanted.grammar()
+    if drawing.structured_outputs is None:
+        found = first
+    elif first is not None:
+        raise BadRequest("response_format and structured_outputs are two ways to say one thing")
+    else:
+        found = drawing.structured_outputs.grammar()
+    if found is not None and drawing.ignore_eos:
+        raise BadRequest("ignore_eos: an answer with a grammar ends where the grammar does")
+    return found
 
 
 _SAMPLING_FIELDS: Final = {
@@ -252,7 +272,13 @@ _SAMPLING_FIELDS: Final = {
 
 
 def _sampling(
-    drawing: Drawing, *, max_tokens: int, seed: int, n: int, top_logprobs: int
+    drawing: Drawing,
+    grammar: Grammar | None,
+    *,
+    max_tokens: int,
+    seed: int,
+    n: int,
+    top_logprobs: int,
 ) -> Sampling:
     return Sampling(
         max_tokens=max_tokens,
@@ -261,6 +287,8 @@ def _sampling(
         top_logprobs=top_logprobs,
         top_k=max(drawing.top_k or 0, 0),
         stop_token_ids=tuple(drawing.stop_token_ids or ()),
+        logit_bias=tuple((drawing.logit_bias or {}).items()),
+        grammar=grammar,
         **drawing.model_dump(include=_SAMPLING_FIELDS, exclude_none=True),
     )
 

@@ -6,6 +6,7 @@ explain each of a million would take minutes, and the loop stands still meanwhil
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
@@ -21,13 +22,16 @@ from pydantic import (
 )
 
 from pdrt.control.http import Json
+from pdrt.control.structured import ResponseFormat, StructuredOutputs
 from pdrt.errors import BadRequest
-from pdrt.messages import Room, Sampling
+from pdrt.messages import Bias, Room, Sampling
 
 MAX_N: Final = 128
 MAX_TOP: Final = 20  # alternatives beside a token
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 256
+MAX_BIASES: Final = 1024
+_DECIMAL: Final = re.compile("0|[1-9][0-9]{0,9}")
 
 
 def _listed(value: object) -> object:
@@ -36,6 +40,18 @@ def _listed(value: object) -> object:
 
 def _as_parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+def _by_id(value: object) -> object:
+    """JSON has no keys but strings; each token is written in one way, so none comes twice."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"has {len(value)} entries; it may have {MAX_BIASES}")
+    for key in value:
+        if not (isinstance(key, int) or _DECIMAL.fullmatch(key)):
+            raise ValueError(f"{key[:20]!r} is no token id")
+    return {int(key): bias for key, bias in value.items()}
 
 
 def _prompt_kind(value: object) -> str | None:
@@ -60,6 +76,7 @@ Stops = Annotated[
     Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None,
     BeforeValidator(_listed),
 ]
+Biases = Annotated[dict[TokenId, Bias], BeforeValidator(_by_id)]
 StopIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=64)]
 TextPrompt = Annotated[str, Field(min_length=1)]
 IdsPrompt = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
@@ -106,6 +123,8 @@ class Drawing(Strict):
     stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     seed: Seed | None = None
+    logit_bias: Biases | None = None
+    structured_outputs: StructuredOutputs | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
 
 
@@ -155,6 +174,7 @@ class CompletionRequest(Envelope, Drawing):
     logprobs: Annotated[Top | None, BeforeValidator(_or_none)] = None
     echo: bool | None = None
     best_of: int | None = None
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _best_is_all(self) -> Self:
@@ -181,6 +201,7 @@ class ChatRequest(Envelope, Drawing):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
+    response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
 
@@ -244,7 +265,6 @@ UNSUPPORTED: Final[Mapping[str, Sequence[object]]] = {
     "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
-    "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),

@@ -6,7 +6,7 @@ Plain data without torch, so that schedulers, the null device and tests can use 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from pdrt.device.places import Rendezvous
@@ -24,6 +24,16 @@ class Draw:
     sampling: Sampling
     history: Sequence[int]
     prompt_tokens: int
+    is_plain: bool = field(init=False)  # its logits are drawn from as they are
+
+    def __post_init__(self) -> None:
+        s = self.sampling
+        self.is_plain = (
+            s.repetition_penalty == 1.0
+            and s.presence_penalty == s.frequency_penalty == 0.0
+            and not s.logit_bias
+            and s.grammar is None
+        )
 
     @property
     def position(self) -> int:

@@ -183,9 +183,17 @@ def _draw(key: int, draw: Draw, total: int) -> Drawn:
     shift = 0
     if draw.sampling.temperature > 0:
         shift = int(uniforms(draw.sampling.seed, draw.position)[0] * 256)
-    token = _token(total + shift)
+    token = _likely(draw, total + shift)
     top = _likeliest(total, draw.sampling.top_logprobs)
     return Drawn(key, token, _logprob(token, total), top)
+
+
+def _likely(draw: Draw, total: int) -> int:
+    """The likeliest token; biases count as they do for a model."""
+    biases = dict(draw.sampling.logit_bias)
+    if not biases:
+        return _token(total)
+    return max(range(EOS + 1), key=lambda token: _logprob(token, total) + biases.get(token, 0.0))
 
 
 def _token(total: int) -> int:

@@ -1,8 +1,9 @@
 """From logits to tokens, each row for itself: the same request draws the same token in any batch.
 
-Penalties, then temperature, top_k, top_p and min_p in that order (as transformers applies
-them), then three uniform numbers named by (seed, position). Cuts are by value: tokens as likely
-as the last one kept are kept too, so that ties do not depend on a sort's mood.
+Penalties, then biases (which count as they were given), then temperature, top_k, top_p and min_p
+in that order (as transformers applies them), then three uniform numbers named by (seed, position).
+Cuts are by value: tokens as likely as the last one kept are kept too, so that ties do not depend
+on a sort's mood.
 
 Logits come rounded differently from a batch of another size, or another instance. The draw goes
 through three levels, so that this seldom changes a token (`at_chances`).
@@ -74,11 +75,12 @@ def draw(logits: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
     is NaN exactly where they were not numbers (broken KV): that token means nothing.
     """
     raw = logits
-    penalised = [i for i, d in enumerate(draws) if _has_penalty(d.sampling)]
-    if penalised:
+    changed = [i for i, d in enumerate(draws) if not d.is_plain]
+    if changed:
         logits = logits.clone()
-        for i in penalised:
+        for i in changed:
             penalise_(logits[i], draws[i])
+        bias_(logits, draws)
     tokens = _tokens(logits, draws)
     said = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - raw.logsumexp(dim=-1)
     # Of an infinite sum a token that is a number has -inf; what was drawn never has it otherwise.
@@ -96,15 +98,12 @@ def _tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     return tokens
 
 
-def _has_penalty(s: Sampling) -> bool:
-    repeats = s.repetition_penalty != 1.0
-    return repeats or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
-
-
 def penalise_(row: Tensor, draw: Draw) -> None:
     """Repetition as in transformers (prompt and output), then presence and frequency as in
     OpenAI's API (output only)."""
     s = draw.sampling
+    if s.repetition_penalty == 1.0 and s.presence_penalty == s.frequency_penalty == 0.0:
+        return
     history = np.asarray(draw.history, np.int64)
     if s.repetition_penalty != 1.0:
         seen = torch.from_numpy(np.unique(history))
@@ -115,6 +114,14 @@ def penalise_(row: Tensor, draw: Draw) -> None:
         said, counts = np.unique(history[draw.prompt_tokens :], return_counts=True)
         less = s.presence_penalty + s.frequency_penalty * torch.from_numpy(counts)
         row[torch.from_numpy(said)] -= less
+
+
+def bias_(logits: Tensor, draws: Sequence[Draw]) -> None:
+    """Add what the draws say of single tokens to their rows, all at once."""
+    said = [(row, *one) for row, d in enumerate(draws) for one in d.sampling.logit_bias]
+    if said:
+        rows, tokens, biases = zip(*said, strict=True)
+        logits[torch.tensor(rows), torch.tensor(tokens)] += torch.tensor(biases)
 
 
 def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -44,6 +44,9 @@ class Limits:
         for token in min(request.tokens), max(request.tokens):
             if not self.is_known(token):
                 raise BadRequest(f"prompt: token {token} is outside the vocabulary of {self.vocab}")
+        for token, _bias in request.sampling.logit_bias:
+            if not self.is_known(token):
+                raise BadRequest(f"logit_bias: token {token} is outside the vocabulary")
         needed = blocks_for(tokens, self.block_size)
         if needed > blocks:
             raise TooLong(

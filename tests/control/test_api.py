@@ -244,6 +244,7 @@ async def test_seeds_and_rooms_nobody_gave_are_minted() -> None:
         ("/generate", {"prompt": []}, "bad_request", "prompt is empty"),
         ("/generate", {"prompt": [257]}, "bad_request", "vocabulary"),
         ("/generate", {"prompt": "a", "colour": 1}, "bad_request", "colour"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"257": 1}}, "bad_request", "logit_bias"),
         ("/generate", {"prompt": "a" * 1000}, "too_long", "1000"),
         ("/generate", {"prompt": [1] * 996, "sampling_params": {"max_tokens": 5}}, "too_long", "5"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from pdrt.control.order import (
 )
 from pdrt.control.schema import ChatRequest, CompletionRequest, Drawing, GenerateRequest, Leg
 from pdrt.errors import BadRequest, TooLong
-from pdrt.messages import Sampling
+from pdrt.messages import Grammar, Sampling
 
 Body = dict[str, Any]
 LEAST: dict[Dialect, Body] = {
@@ -79,6 +80,13 @@ def refusal(dialect: Dialect, body: Body) -> str:
         ("seed", -1, {"seed": (1 << 63) - 1}),
         ("max_tokens", 9, {"max_tokens": 9}),
         ("n", 3, {"n": 3}),
+        (
+            "logit_bias",
+            {"7": 1, "0": -100},
+            {"logit_bias": ((7, 1), (0, -100))},
+        ),
+        ("logit_bias", {}, {}),
+        ("structured_outputs", {"regex": "a+"}, {"grammar": Grammar(kind="regex", text="a+")}),
         ("temperature", None, {}),
     ],
 )
@@ -116,6 +124,15 @@ def test_each_sampling_field_is_honoured(
         ("stop_token_ids", [1] * 65),
         ("ignore_eos", "yes"),
         ("seed", 1.5),
+        ("logit_bias", {"7": 100.5}),
+        ("logit_bias", {"7": math.nan}),
+        ("logit_bias", {"7": "1"}),
+        ("logit_bias", {"07": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"2147483648": 1}),
+        ("logit_bias", {"": 1}),
+        ("logit_bias", [7, 1]),
+        ("logit_bias", {str(token): 1 for token in range(1025)}),
         ("n", 0),
         ("n", 129),
         ("n", True),
@@ -176,10 +193,8 @@ def test_an_unknown_field_inside_sampling_params_is_named() -> None:
     ("field", "neutral", "asking"),
     [
         ("suffix", "", "end"),
-        ("logit_bias", {}, {"5": 1}),
         ("tools", [], [{"type": "function"}]),
         ("tool_choice", "none", "auto"),
-        ("response_format", {"type": "text"}, {"type": "json_object"}),
         ("modalities", ["text"], ["audio"]),
         ("reasoning_effort", None, "low"),
     ],

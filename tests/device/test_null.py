@@ -100,6 +100,17 @@ def test_the_seed_matters_with_a_temperature_and_only_then() -> None:
     assert said(1.0, 1) != said(1.0, 2)
 
 
+def test_a_bias_moves_tokens_as_it_would_a_models() -> None:
+    def said(by: float, temperature: float = 0.0) -> list[int]:
+        sampling = Sampling(temperature=temperature, seed=3, logit_bias=((101, by),))
+        return loop().answer(TEXT, 8, sampling=sampling)
+
+    assert said(100.0) == said(100.0, 1.0) == [101] * 8
+    assert said(0.0) == loop().answer(TEXT, 8, sampling=Sampling(temperature=0.0))
+    assert 101 not in said(-100.0)
+    assert said(4.0) not in (said(0.0), said(100.0))
+
+
 def test_answers_end_now_and_then() -> None:
     said = Loop(NullRunner(16)).answer(TEXT, 1500)
     assert EOS in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from transformers import (
 from pdrt.device import sampler
 from pdrt.device.batch import Draw
 from pdrt.device.chance import uniforms
-from pdrt.messages import Sampling
+from pdrt.messages import Grammar, Sampling
 
 VOCAB = 400
 LAST = 1 - 2.0**-52  # the largest chance
@@ -266,3 +267,60 @@ def test_logits_that_are_no_numbers_show_in_the_logprob_and_hurt_nobody_else(
     token, said = drawn[1]
     assert 0 <= token < VOCAB
     assert said != said
+
+
+biases = st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=20)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(draws(), biases), min_size=1, max_size=5), st.integers(0, 1000))
+def test_a_bias_is_added_to_its_tokens_logit_whatever_the_company(
+    requests: list[tuple[Draw, dict[int, float]]], seed: int
+) -> None:
+    """As if the model had said so, but that the log-probability stays the model's own."""
+    logits = random_logits(len(requests), seed)
+    biased = [replace_sampling(d, logit_bias=tuple(b.items())) for d, b in requests]
+    drawn = sampler.draw(logits, biased)
+    for row, (own, bias) in enumerate(requests):
+        moved = logits[row : row + 1].clone()
+        sampler.penalise_(moved[0], own)
+        for token, by in bias.items():
+            moved[0, token] += by
+        (want, _), (token, said) = sampler.draw(moved, [unpenalised(own)])[0], drawn[row]
+        assert token == want
+        assert said == pytest.approx(float(logits[row].log_softmax(-1)[token]), abs=1e-4)
+
+
+def replace_sampling(draw: Draw, **fields: Any) -> Draw:
+    return Draw(replace(draw.sampling, **fields), draw.history, draw.prompt_tokens)
+
+
+def unpenalised(draw: Draw) -> Draw:
+    return replace_sampling(
+        draw, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
+    )
+
+
+@pytest.mark.parametrize("warm", [0.0, 1.0])
+def test_a_bias_of_100_forces_a_token_and_one_of_minus_100_forbids_it(warm: float) -> None:
+    logits = random_logits(40, 3)
+    forced = [plain(Sampling(temperature=warm, seed=i, logit_bias=((7, 100),))) for i in range(40)]
+    assert {token for token, _ in sampler.draw(logits, forced)} == {7}
+    best = [int(one) for one in logits.argmax(-1)]
+    without = [
+        plain(Sampling(temperature=warm, seed=i, logit_bias=((token, -100),)))
+        for i, token in enumerate(best)
+    ]
+    assert all(t != b for (t, _), b in zip(sampler.draw(logits, without), best, strict=True))
+
+
+def test_a_row_without_a_wish_is_plain() -> None:
+    assert plain(Sampling(temperature=0.3, top_k=4, top_p=0.5, min_p=0.1)).is_plain
+    wishes: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"logit_bias": ((1, 1.0),)},
+        {"grammar": Grammar(kind="regex", text="a")},
+    ]
+    assert not any(plain(Sampling(**wish)).is_plain for wish in wishes)

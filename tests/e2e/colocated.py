@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pdrt.control.order import parse
 from pdrt.device.batch import Draw, SeqStep
 from pdrt.device.null import NullRunner
-from pdrt.messages import Sampling
 
 _BLOCK, _BLOCKS = 16, 128
 
@@ -19,7 +19,8 @@ class Colocated:
         self._runner.bind(memoryview(bytearray(_BLOCKS * self._runner.layout.block_bytes)), _BLOCKS)
 
     def answer(self, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
-        wanted = Sampling(**sampling)
+        order = parse("generate", {"prompt": prompt, "sampling_params": sampling})
+        wanted = order.settle(len(prompt), _BLOCK * _BLOCKS, 0)
         history, said = list(prompt), 0
         while said < wanted.max_tokens:
             start = 0 if not said else len(history) - 1

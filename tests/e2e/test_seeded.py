@@ -41,7 +41,13 @@ def cluster_of(folder: Path, block_bytes: int, tables: Tables) -> Cluster:
 
 def mixed(seed: int) -> list[Asked]:
     rng = random.Random(seed)
-    kinds: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 30}, {"presence_penalty": 0.5}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.9},
+        {"top_k": 30},
+        {"presence_penalty": 0.5},
+        {"logit_bias": {"101": 2.5, "32": -100}},
+    ]
     return [
         (
             [rng.randrange(256) for _ in range(rng.randrange(1, LONGEST[0]))],

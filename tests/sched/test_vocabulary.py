@@ -19,6 +19,18 @@ KNOWN = VOCABULARY
 BOUNDED = replace(LIMITS, vocab=KNOWN)
 
 
+def test_a_bias_for_a_token_that_the_model_does_not_know_is_refused() -> None:
+    """It is a place outside the row of logits; the device would fail, and all requests with it."""
+    scheduler = Scheduler(BOUNDED, 100, eos=())
+    wish = submit(1, PROMPT)
+    for token in (KNOWN, 1 << 30):
+        sampling = replace(wish.sampling, logit_bias=((KNOWN - 1, 1.0), (token, 1.0)))
+        with pytest.raises(BadRequest, match=f"logit_bias: token {token}"):
+            scheduler.submit(replace(wish, sampling=sampling), 0.0)
+    known = replace(wish.sampling, logit_bias=((KNOWN - 1, 1.0),))
+    scheduler.submit(replace(wish, sampling=known), 0.0)
+
+
 @pytest.mark.parametrize("token", [-1, KNOWN, 1 << 30])
 def test_a_slot_with_a_token_that_the_model_does_not_know_fails_its_attempt(token: int) -> None:
     """It would be looked up in the embedding by the next step, and the worker would die."""
