@@ -177,6 +177,7 @@ class TimeoutsSection(Section):
     drain_s: Duration = 30.0
     quarantine_grace_s: Duration = 30.0
     connect_s: Duration = 2.0
+    slow_reader_s: Duration = 30.0
     attach_s: Duration = 10.0
 
     @model_validator(mode="after")
@@ -194,6 +195,7 @@ class SecuritySection(Section):
     key: Annotated[str, Field(repr=False)] = ""  # better from PDRT_SECURITY_KEY than from a file
     api_keys: Annotated[Strings, Field(repr=False)] = ()  # clients, at the router
     max_body_bytes: Positive = 8 << 20
+    max_header_bytes: Positive = 32 << 10  # the request line and all headers, at the router
     max_rooms_per_peer: Positive = 4096
 
     def cluster_key(self) -> ClusterKey | None:

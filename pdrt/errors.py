@@ -6,6 +6,7 @@ outcomes travel as values (`messages.Problem`), not as exceptions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -60,6 +61,20 @@ class TooLarge(BadRequest):
     status = 413
 
 
+class HeadTooLarge(BadRequest):
+    """The request's line and headers are over the limit."""
+
+    code = "head_too_large"
+    status = 431
+
+
+class Stalled(BadRequest):
+    """The request did not arrive whole in time."""
+
+    code = "stalled"
+    status = 408
+
+
 class Unauthorized(PdrtError):
     """Missing or wrong key or token."""
 
@@ -72,6 +87,17 @@ class NotFound(PdrtError):
 
     code = "not_found"
     status = 404
+
+
+class NotAllowed(PdrtError):
+    """The path exists, and not with this method."""
+
+    code = "method_not_allowed"
+    status = 405
+
+    def __init__(self, method: str, allowed: Sequence[str]) -> None:
+        super().__init__(f"{method} is not served here; {', '.join(allowed)} is")
+        self.allowed = allowed
 
 
 class Conflict(PdrtError):

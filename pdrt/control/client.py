@@ -2,50 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
-from aiohttp import web
-
 from pdrt.control.exchange import ClientGone
-from pdrt.control.http import cut_off, end_with_error
+from pdrt.control.wire.exchange import Exchange
 from pdrt.errors import PdrtError
 
 
 class HttpClient:
-    """Carries one answer; `response` is what the handler returns, once it has begun."""
+    """Carries one answer."""
 
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
-        self.response: web.StreamResponse | None = None
-        self._ends_event = True
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        self.response = web.StreamResponse(status=status, headers=headers)
-        try:
-            await self.response.prepare(self._request)
-        except ConnectionError as error:
-            raise ClientGone from error
+        self._check()
+        self._exchange.start(status, tuple(headers.items()))
 
     async def write(self, chunk: bytes) -> None:
-        assert self.response is not None, "start comes before write"
-        try:
-            await self.response.write(chunk)
-        except ConnectionError as error:
-            raise ClientGone from error
-        self._ends_event = chunk.endswith(b"\n\n")
+        exchange = self._exchange
+        self._check()
+        exchange.write(chunk)
+        if exchange.is_full:
+            exchange.drained = asyncio.get_running_loop().create_future()
+            await exchange.drained
+            self._check()
 
     async def finish(self) -> None:
-        assert self.response is not None, "start comes before finish"
-        try:
-            await self.response.write_eof()
-        except ConnectionError as error:
-            raise ClientGone from error
+        self._check()
+        self._exchange.finish()
 
     async def break_off(self, error: PdrtError) -> None:
-        """An event stream ends with an error event; anything else by breaking the connection."""
-        assert self.response is not None, "start comes before break_off"
-        if self.response.content_type != "text/event-stream":
-            cut_off(self._request)
-        else:
-            gap = b"" if self._ends_event else b"\n\n"
-            await end_with_error(self._request, self.response, error, "router", gap)
+        self._exchange.break_off(error)
+
+    def _check(self) -> None:
+        if self._exchange.is_gone:
+            raise ClientGone

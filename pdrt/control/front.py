@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 import structlog
-from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from pdrt.config import RouterConfig
 from pdrt.control import order
@@ -22,30 +20,41 @@ from pdrt.control.canary import try_pairs
 from pdrt.control.claims import claimed
 from pdrt.control.client import HttpClient
 from pdrt.control.fleet import Fleet
-from pdrt.control.http import (
-    PATH_HEADER,
-    REQUEST_ID,
-    Json,
-    check_bearer,
-    error_response,
-    has_api_key,
-    metrics_response,
-    read_json,
-    request_id_of,
-)
+from pdrt.control.http import Json, is_api_key
 from pdrt.control.job import Job, OrderJob, PlainJob
-from pdrt.control.legs import Failure
 from pdrt.control.relay import Clocks, Relay, Ticket, Tools
 from pdrt.control.routermetrics import RouterMetrics
 from pdrt.control.upstream import Upstream, open_session
+from pdrt.control.wire.exchange import Exchange
+from pdrt.control.wire.reply import Reply
+from pdrt.control.wire.request import Request
+from pdrt.control.wire.routes import Routes
 from pdrt.errors import Draining, NotFound, Overloaded, PdrtError, Unauthorized
 from pdrt.keys import ClusterKey
 
 STAGE: Final = "router"
-NO_PATH: Final = "none"  # refused before any instance was chosen
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/admin/drain"})
 
+Gate: TypeAlias = Callable[[Request], PdrtError | Reply | None]
+
 log = structlog.get_logger(__name__)
+
+
+def api_keys_gate(keys: Collection[str]) -> Gate:
+    """Clients' API keys, when there are any: known before a body is read."""
+
+    def gate(request: Request) -> PdrtError | None:
+        if not keys or request.path in OPEN_PATHS:
+            return None
+        if is_api_key(request.header("authorization"), keys):
+            return None
+        return Unauthorized("the API key is missing or wrong")
+
+    return gate
+
+
+def no_more_lines(_request: Request) -> bytes:
+    return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +80,25 @@ class Router:
     tools: Tools | None = None
     watching: asyncio.Task[None] | None = None
     relays: set[Relay] = field(default_factory=set)
+    serving: set[asyncio.Task[None]] = field(default_factory=set)
     rooms: set[int] = field(default_factory=set)  # idempotency keys of requests in flight
     draining: bool = False
     admitted: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     drain_asked: asyncio.Event = field(default_factory=asyncio.Event)
     said_ready: bool = False
+    routes: Routes = field(default_factory=Routes)
+    gate: Gate = lambda _request: None
+    more_lines: Callable[[Request], bytes] = no_more_lines  # of the head of every answer
+
+    def __post_init__(self) -> None:
+        self.gate = api_keys_gate(self.config.security.api_keys)
 
     # Life.
 
-    async def lifetime(self, _app: web.Application) -> AsyncIterator[None]:
-        """For `app.cleanup_ctx`: connections and watchers live exactly as long as the app."""
+    @asynccontextmanager
+    async def lifetime(self) -> AsyncIterator[None]:
+        """Connections to instances and watchers live exactly as long as this."""
         timeouts = self.config.timeouts
         async with open_session(timeouts.connect_s) as session:
             bearer = self.key.bearer() if self.key else ""
@@ -95,10 +112,12 @@ class Router:
             )
             self.fleet.told = self._tell
             self.watching = asyncio.create_task(self._watch(self.tools))
-            yield
-            self.watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await self.watching
+            try:
+                yield
+            finally:
+                self.watching.cancel()
+                with suppress(asyncio.CancelledError):
+                    await self.watching
 
     async def _watch(self, tools: Tools) -> None:
         probe = tools.upstream.plain_status if tools.is_plain else tools.upstream.status
@@ -137,68 +156,92 @@ class Router:
         for relay in tuple(self.relays):
             relay.call_off(Draining("the router has ended"))
 
+    # Around every request (wire.Site).
+
+    def begun(self, exchange: Exchange) -> PdrtError | Reply | None:
+        refusal = self.gate(exchange.request)
+        if refusal is not None or exchange.route is None or exchange.route.serves is None:
+            return refusal
+        if self.draining:
+            return Draining("this router takes no new requests")
+        limit = self.config.policy.max_in_flight
+        if self.admitted >= limit:
+            return Overloaded(f"{limit} requests are in flight, which is the limit")
+        self.admitted += 1
+        exchange.is_admitted = True
+        return None
+
+    def over(self, exchange: Exchange) -> None:
+        if exchange.is_admitted:
+            self.admitted -= 1
+            self._look_idle()
+        route = exchange.route.path if exchange.route else "other"
+        status = 499 if exchange.is_gone else exchange.status
+        self.metrics.requests.labels(route, str(status), exchange.path_label).inc()
+        if exchange.error is not None:
+            self.metrics.errors.labels(exchange.error.code).inc()
+
+    def head_lines(self, request: Request) -> bytes:
+        return self.more_lines(request)
+
+    def stopped_reading(self, exchange: Exchange) -> None:
+        self.metrics.slow_readers.inc()
+        log.warning("slow_reader_cut", request_id=exchange.request.id)
+
     # One request.
 
-    async def serve(self, request: web.Request) -> web.StreamResponse:
+    def serve(self, exchange: Exchange) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(exchange))
+        exchange.task = task
+        self.serving.add(task)
+        task.add_done_callback(self.serving.discard)
+
+    async def _serve(self, exchange: Exchange) -> None:
         started = self.clocks.clock()
         try:
-            with self._admission():
-                body = await read_json(request, self.config.security.max_body_bytes)
-                read = self._read(request, body)
-                with claimed(self.rooms, read.client_room):
-                    return await self._relay(request, read, started)
+            read = self._read(exchange.request)
+            with claimed(self.rooms, read.client_room):
+                await self._relay(exchange, read, started)
         except PdrtError as error:
-            self.metrics.errors.labels(error.code).inc()
-            raise
+            exchange.refuse(error)
+        except Exception:
+            log.exception("handler_failed", request_id=exchange.request.id)
+            exchange.fail()
 
-    async def _relay(self, request: web.Request, read: _Read, started: float) -> web.StreamResponse:
+    async def _relay(self, exchange: Exchange, read: _Read, started: float) -> None:
         assert self.tools is not None, "requests come while the application runs"
+        request = exchange.request
         pinned = self.fleet.pinned(read.pin) if read.pin else None
         ticket = Ticket(
-            request_id=request_id_of(request),
+            request_id=request.id,
             path=request.path,
             job=read.job,
             deadline=started + (read.timeout_s or self.config.timeouts.request_s),
             client_room=read.client_room,
             pinned=pinned,
         )
-        client = HttpClient(request)
-        relay = Relay(ticket, self.fleet.pick(pinned), self.tools, client)
+        relay = Relay(ticket, self.fleet.pick(pinned), self.tools, HttpClient(exchange))
         self.relays.add(relay)
         try:
             failure = await relay.run()
         finally:
             self.relays.discard(relay)
             self._account(relay, started)
-        if client.response is not None:
-            return client.response
-        if failure is None:  # the client left; nobody reads this
-            return web.Response(status=499)
-        return _refusal(failure, ticket.request_id, relay.path_label)
+        if failure is not None:
+            exchange.path_label = relay.path_label
+            after = (("retry-after", failure.retry_after),) if failure.retry_after else ()
+            exchange.refuse(failure.error, failure.status, after)
 
-    def _read(self, request: web.Request, body: Json) -> _Read:
+    def _read(self, request: Request) -> _Read:
+        body = request.json()
         if self.key is None:
             plain = PlainJob(body)
             return _Read(plain, None, plain.pin, None)
         found = order.parse(order.PATHS[request.path], body)
         if found.request_id:
-            request[REQUEST_ID] = found.request_id
+            request.id = found.request_id
         job = OrderJob(found, seed=secrets.randbits(63))
         return _Read(job, found.client_room, found.pin, found.timeout_s)
-
-    @contextmanager
-    def _admission(self) -> Iterator[None]:
-        if self.draining:
-            raise Draining("this router takes no new requests")
-        limit = self.config.policy.max_in_flight
-        if self.admitted >= limit:
-            raise Overloaded(f"{limit} requests are in flight, which is the limit")
-        self.admitted += 1
-        try:
-            yield
-        finally:
-            self.admitted -= 1
-            self._look_idle()
 
     def _look_idle(self) -> None:
         if self.draining and not self.admitted:
@@ -211,8 +254,6 @@ class Router:
             self.metrics.first_byte.observe(relay.first_byte_at - started)
         self.metrics.retries.inc(relay.route.tries)
         failure = relay.failure
-        if failure is not None:
-            self.metrics.errors.labels(failure.error.code).inc()
         tell = log.warning if failure else log.info
         tell(
             "request",
@@ -228,16 +269,16 @@ class Router:
 
     # What it says of itself.
 
-    async def health(self, _request: web.Request) -> web.Response:
+    async def health(self, _request: Request) -> Reply:
         """Liveness: the loop turns and the instances are being watched."""
         if self.watching is not None and self.watching.done():
-            return web.json_response({"status": "failed", "reason": "see the log"}, status=503)
-        return web.json_response({"status": "ok", **self._state()})
+            return Reply.json({"status": "failed", "reason": "see the log"}, 503)
+        return Reply.json({"status": "ok", **self._state()})
 
-    async def ready(self, _request: web.Request) -> web.Response:
+    async def ready(self, _request: Request) -> Reply:
         reason = "draining" if self.draining else self.fleet.why_not_ready()
         body = {"ready": not reason, "reason": reason, **self._state()}
-        return web.json_response(body, status=503 if reason else 200)
+        return Reply.json(body, 503 if reason else 200)
 
     def _state(self) -> Json:
         return {
@@ -259,57 +300,26 @@ class Router:
             ],
         }
 
-    async def models(self, _request: web.Request) -> web.Response:
+    async def models(self, _request: Request) -> Reply:
         said = [each.status for each in self.fleet.instances if each.status]
         names = sorted({status.model for status in said if status.model})
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "pdrt"} for name in names]
-        return web.json_response({"object": "list", "data": data})
+        return Reply.json({"object": "list", "data": data})
 
-    async def metrics_text(self, _request: web.Request) -> web.Response:
+    async def metrics_text(self, _request: Request) -> Reply:
         self.metrics.in_flight.set(self.admitted)
         self.metrics.ready.set(self.fleet.is_ready and not self.draining)
         for each in self.fleet.instances:
             self.metrics.instance_up.labels(each.name).set(each.is_routable)
             self.metrics.instance_requests.labels(each.name).set(each.load.requests)
-        return metrics_response(self.metrics.registry)
+        return Reply.metrics(self.metrics.registry)
 
-    async def ask_drain(self, request: web.Request) -> web.Response:
+    async def ask_drain(self, request: Request) -> Reply:
         """POST /admin/drain: like SIGTERM, for those who hold the cluster key."""
         if self.key is None:
             raise NotFound("there is no cluster key, so nobody may do this over HTTP")
-        check_bearer(request, self.key)
+        if not self.key.is_bearer(request.header("authorization")):
+            raise Unauthorized("the cluster's bearer token is missing or wrong")
         self.draining = True
         self.drain_asked.set()
-        return web.json_response({"status": "draining", "in_flight": self.admitted})
-
-    # Around every request.
-
-    @web.middleware
-    async def count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        route = resource.canonical if resource else "other"
-        status, path = 499, NO_PATH
-        try:
-            response = await handler(request)
-            status, path = response.status, response.headers.get(PATH_HEADER, NO_PATH)
-            return response
-        finally:
-            self.metrics.requests.labels(route, str(status), path).inc()
-
-    @web.middleware
-    async def check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Clients' API keys, when there are any."""
-        keys = self.config.security.api_keys
-        if keys and request.path not in OPEN_PATHS and not has_api_key(request, keys):
-            raise Unauthorized("the API key is missing or wrong")
-        return await handler(request)
-
-
-def _refusal(failure: Failure, request_id: str, path: str) -> web.Response:
-    """A leg's failure with its own status and message."""
-    response = error_response(failure.error, request_id, STAGE)
-    response.set_status(failure.status)
-    response.headers[PATH_HEADER] = path
-    if failure.retry_after:
-        response.headers["retry-after"] = failure.retry_after
-    return response
+        return Reply.json({"status": "draining", "in_flight": self.admitted})

@@ -13,20 +13,19 @@ from typing import Final
 import setproctitle
 import structlog
 import uvloop
-from aiohttp import web
 
 from pdrt import garbage, telemetry
 from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
 from pdrt.control.fleet import Fleet
-from pdrt.control.front import NO_PATH, STAGE, Router
-from pdrt.control.http import PATH_HEADER, add_request_id, error_middleware, listen
+from pdrt.control.front import STAGE, Router
+from pdrt.control.listen import listen
 from pdrt.control.relay import Clocks
+from pdrt.control.wire.server import Server
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
 from pdrt.openfiles import allow_all
 
-ROUTER: Final = web.AppKey("router", Router)
 CLOSE_S: Final = 1.0  # for connections whose requests have ended
 
 log = structlog.get_logger(__name__)
@@ -43,11 +42,8 @@ def make_router(
     *,
     clocks: Clocks | None = None,
     mint: Callable[[], int] = mint_room,
-) -> web.Application:
-    """The application. With `policy.canary = false` instances are plain backends: no token.
-
-    Run it with `handler_cancellation=True`, so that a client that leaves frees both legs.
-    """
+) -> Router:
+    """A router with all its routes. With `policy.canary = false` instances are plain backends."""
     shared = key if config.policy.canary else None
     if config.policy.canary and shared is None:
         raise ConfigError(
@@ -55,26 +51,26 @@ def make_router(
             " (or [policy] canary = false in front of plain backends)"
         )
     router = Router(config, shared, clocks or Clocks(), mint, Fleet.of(config))
-    app = web.Application(
-        middlewares=[router.count, error_middleware(STAGE), router.check_key],
-        client_max_size=config.security.max_body_bytes,
-    )
-    app[ROUTER] = router
-    app.cleanup_ctx.append(router.lifetime)
-    app.on_response_prepare.append(add_request_id)
-    app.on_response_prepare.append(_add_path)
+    routes = router.routes
     for path in order.PATHS:
-        app.router.add_post(path, router.serve)
-    app.router.add_get("/v1/models", router.models)
-    app.router.add_get("/health", router.health)
-    app.router.add_get("/ready", router.ready)
-    app.router.add_get("/metrics", router.metrics_text)
-    app.router.add_post("/admin/drain", router.ask_drain)
-    return app
+        routes.add_stream("POST", path, router.serve)
+    routes.add("GET", "/v1/models", router.models)
+    routes.add("GET", "/health", router.health)
+    routes.add("GET", "/ready", router.ready)
+    routes.add("GET", "/metrics", router.metrics_text)
+    routes.add("POST", "/admin/drain", router.ask_drain)
+    return router
 
 
-async def _add_path(_request: web.Request, response: web.StreamResponse) -> None:
-    response.headers.setdefault(PATH_HEADER, NO_PATH)
+def make_server(router: Router) -> Server:
+    security = router.config.security
+    return Server(
+        router,
+        STAGE,
+        max_body_bytes=security.max_body_bytes,
+        max_head_bytes=security.max_header_bytes,
+        slow_reader_s=router.config.timeouts.slow_reader_s,
+    )
 
 
 async def serve(config: RouterConfig, say: Callable[[str], None]) -> int:
@@ -82,17 +78,19 @@ async def serve(config: RouterConfig, say: Callable[[str], None]) -> int:
 
     `say` is given the line with the real address. Raises ConfigError before anything starts.
     """
-    app = make_router(config, config.security.cluster_key())
-    router = app[ROUTER]
-    runner, port = await listen(app, config.local_ip, config.ports.router, CLOSE_S)
-    try:
-        url = f"http://{bracketed(config.local_ip)}:{port}"
-        log.info("listening", url=url)
-        say(f"router listening on {url}")
-        garbage.settle()
-        return await _until_asked(router, config.timeouts.drain_s)
-    finally:
-        await runner.cleanup()
+    router = make_router(config, config.security.cluster_key())
+    server = make_server(router)
+    async with router.lifetime():
+        listening = listen(config.local_ip, config.ports.router)
+        await server.start(listening)
+        try:
+            url = f"http://{bracketed(config.local_ip)}:{listening.getsockname()[1]}"
+            log.info("listening", url=url)
+            say(f"router listening on {url}")
+            garbage.settle()
+            return await _until_asked(router, config.timeouts.drain_s)
+        finally:
+            await server.close(CLOSE_S)
 
 
 async def _until_asked(router: Router, drain_s: float) -> int:

@@ -31,6 +31,11 @@ class RouterMetrics:
             "Legs moved to another instance before the first byte",
             registry=self.registry,
         )
+        self.slow_readers = Counter(
+            "pdrt_router_slow_readers",
+            "Answers cut because their client had stopped reading",
+            registry=self.registry,
+        )
         self.in_flight = Gauge(
             "pdrt_router_in_flight", "Requests being served", registry=self.registry
         )

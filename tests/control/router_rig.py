@@ -6,12 +6,11 @@ import asyncio
 import io
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 from multidict import CIMultiDictProxy
 
 from pdrt.config import RouterConfig
@@ -19,7 +18,7 @@ from pdrt.control.front import Router
 from pdrt.control.instances import Instance
 from pdrt.control.pairs import Trust
 from pdrt.control.relay import Clocks
-from pdrt.control.router import ROUTER, make_router
+from pdrt.control.router import make_router, make_server
 from pdrt.data.peer import Health
 from pdrt.keys import ClusterKey
 from tests.control.fake_leader import FakeLeader, Json
@@ -101,7 +100,7 @@ class Rig:
         self.hybrid: list[FakeLeader] = []
         self.url = ""
         self._config, self._key = config, key
-        self._runner: web.AppRunner | None = None
+        self._stack = AsyncExitStack()
         self.session: aiohttp.ClientSession
 
     @property
@@ -126,15 +125,13 @@ class Rig:
             **self._config,
         }
         config = RouterConfig.model_validate(tables)
-        app = make_router(config, self._key, clocks=self.time.clocks())
-        self.router: Router = app[ROUTER]
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01
-        )
-        await self._runner.setup()
+        self.router: Router = make_router(config, self._key, clocks=self.time.clocks())
+        await self._stack.enter_async_context(self.router.lifetime())
+        self.server = make_server(self.router)
+        self._stack.push_async_callback(self.server.close, 0.01)
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        await web.SockSite(self._runner, listening).start()
+        await self.server.start(listening)
 
     async def ready(self) -> None:
         await until(lambda: self.router.fleet.is_ready and not self._is_trying)
@@ -173,8 +170,7 @@ class Rig:
 
     async def close(self) -> None:
         await self.session.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._stack.aclose()
         for leader in self.leaders:
             await leader.stop()
 

@@ -1,0 +1,211 @@
+"""One request and its answer, as it is written: each exchange is answered once, or broken off.
+
+The promise: whatever is written after the client has left, or after the end, goes nowhere and
+harms nothing; so its callers need not look first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias
+
+from pdrt.control.http import PATH_HEADER, error_body
+from pdrt.control.wire.reply import Fields, Reply, lines, status_line
+from pdrt.control.wire.request import Request
+from pdrt.errors import PdrtError
+
+NO_PATH: Final = "none"  # refused before any instance was chosen
+_EVENTS: Final = "text/event-stream"
+
+
+Handler: TypeAlias = Callable[[Request], Awaitable[Reply]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Either a handler, whose reply is sent whole, or what writes its answer itself."""
+
+    path: str
+    handler: Handler | None = None
+    serves: Callable[[Exchange], None] | None = None
+
+
+class Line(Protocol):
+    """What an exchange needs of its connection."""
+
+    def send(self, data: bytes) -> None: ...
+
+    def head_lines(self, request: Request) -> bytes:
+        """Header lines that every answer has."""
+        ...
+
+    def ended(self, exchange: Exchange, *, is_whole: bool) -> None: ...
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client reads slower than it is written to."""
+        ...
+
+
+class Exchange:
+    """`on_gone` is called if the client leaves first, `on_flow` when it falls behind or is back."""
+
+    __slots__ = (
+        "_ends_event",
+        "_is_chunked",
+        "_line",
+        "drained",
+        "error",
+        "is_admitted",
+        "is_events",
+        "is_gone",
+        "is_over",
+        "keeps_alive",
+        "on_flow",
+        "on_gone",
+        "path_label",
+        "refusal",
+        "request",
+        "route",
+        "stage",
+        "status",
+        "task",
+        "wants_more",
+    )
+
+    def __init__(self, line: Line, request: Request, stage: str) -> None:
+        self.request, self.stage = request, stage
+        self._line = line
+        self.status = 0  # of the answer; 0: not begun
+        self.is_over = False
+        self.is_gone = False  # the client left before it had its answer
+        self.is_admitted = False  # for its site: it counts as one under way
+        self.route: Route | None = None
+        self.keeps_alive = request.keeps_alive
+        self.path_label = NO_PATH
+        self.is_events = False
+        self.refusal: PdrtError | Reply | None = None  # decided before the body was read
+        self.wants_more = False  # it waits for "100 Continue" before it sends its body
+        self.error: PdrtError | None = None  # what a refusal told
+        self.on_gone: Callable[[], None] | None = None
+        self.on_flow: Callable[[bool], None] | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.drained: asyncio.Future[None] | None = None
+        self._is_chunked = False
+        self._ends_event = True
+
+    @property
+    def is_full(self) -> bool:
+        return self._line.is_full
+
+    def reply(self, reply: Reply) -> None:
+        """Answer whole."""
+        if self.is_over or self.status:
+            return
+        self.status = reply.status
+        body = b"" if self.request.method == "HEAD" else reply.body
+        own: Fields = (
+            ("content-type", reply.content_type),
+            ("content-length", str(len(reply.body))),
+            *reply.headers,
+        )
+        self._send_head(own)
+        if body:
+            self._line.send(body)
+        self._end(is_whole=True)
+
+    def refuse(self, error: PdrtError, status: int = 0, headers: Fields = ()) -> None:
+        """Answer with an error; `status` when it is not the error's own."""
+        self.error = error
+        reply = Reply.error(error, self.request.id, self.stage, status)
+        named = {name for name, _ in headers}
+        kept = tuple(each for each in reply.headers if each[0] not in named)
+        self.reply(Reply(reply.status, reply.body, reply.content_type, (*kept, *headers)))
+
+    def start(self, status: int, headers: Fields) -> None:
+        """Begin an answer that comes in pieces."""
+        if self.is_over or self.status:
+            return
+        self.status = status
+        self.is_events = any(n == "content-type" and v.startswith(_EVENTS) for n, v in headers)
+        if not any(name == "content-length" for name, _ in headers):
+            if self.request.is_1_1:
+                self._is_chunked = True
+                headers = (*headers, ("transfer-encoding", "chunked"))
+            else:
+                self.keeps_alive = False  # its end is the connection's
+        self._send_head(headers)
+
+    def write(self, chunk: bytes) -> None:
+        if self.is_over or not chunk:
+            return
+        if self._is_chunked:
+            self._line.send(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        else:
+            self._line.send(chunk)
+        self._ends_event = chunk.endswith(b"\n\n")
+
+    def finish(self) -> None:
+        if self.is_over:
+            return
+        if self._is_chunked:
+            self._line.send(b"0\r\n\r\n")
+        self._end(is_whole=True)
+
+    def break_off(self, error: PdrtError) -> None:
+        """An event stream ends with an error event; anything else by breaking the connection."""
+        if self.is_over:
+            return
+        self.error = error
+        if not self.is_events:
+            self._end(is_whole=False)
+            return
+        gap = b"" if self._ends_event else b"\n\n"  # ends an event that was half written
+        told = json.dumps(error_body(error, self.request.id, self.stage))
+        self.write(gap + f"event: error\ndata: {told}\n\n".encode())
+        self.finish()
+
+    def fail(self) -> None:
+        """A fault of ours ends this request, typed, and no other."""
+        error = PdrtError("an internal error; see the log")
+        if self.status:
+            self.break_off(error)
+        else:
+            self.refuse(error)
+
+    def gone(self) -> None:
+        """The connection has closed."""
+        if self.is_over:
+            return
+        self.is_over = self.is_gone = True
+        if self.task is not None:
+            self.task.cancel()
+        self.flow(is_full=False)
+        if self.on_gone is not None:
+            self.on_gone()
+
+    def flow(self, *, is_full: bool) -> None:
+        if self.on_flow is not None:
+            self.on_flow(is_full)
+        if not is_full and self.drained is not None and not self.drained.done():
+            self.drained.set_result(None)
+
+    def _send_head(self, own: Fields) -> None:
+        path = next((value for name, value in own if name == PATH_HEADER), "")
+        if path:
+            self.path_label = path
+        else:
+            own = (*own, (PATH_HEADER, self.path_label))
+        if not self.keeps_alive:
+            own = (*own, ("connection", "close"))
+        elif not self.request.is_1_1:
+            own = (*own, ("connection", "keep-alive"))
+        head = (status_line(self.status), self._line.head_lines(self.request), lines(own), b"\r\n")
+        self._line.send(b"".join(head))
+
+    def _end(self, *, is_whole: bool) -> None:
+        self.is_over = True
+        self._line.ended(self, is_whole=is_whole)
