@@ -472,8 +472,18 @@ FromPrefill: TypeAlias = Annotated[
 
 
 @_wire
+class Said:
+    """What its client has of one sequence of an answer whose instance was lost."""
+
+    index: Annotated[int, Field(ge=0, lt=128)]
+    tokens: Annotated[bytes, Field(max_length=1 << 23)] = b""  # int32
+
+
+@_wire
 class Submit:
-    """Serve this. `tokens` are prompt and, when a lost answer is resumed, what was said so far."""
+    """Serve this. `tokens` are prompt and, when prefill computes a lost answer again, what was
+    said so far. Who goes on with an answer that another instance began gets that in `said`: an
+    entry for each sequence that has not ended."""
 
     op: Literal["submit"] = "submit"
     room: Room
@@ -488,6 +498,7 @@ class Submit:
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0  # higher first
     salt: Short = ""  # whose cached prefixes may be used: those with the same
     is_trial: bool = False  # to prove the way: the first token waits for its KV
+    said: Annotated[tuple[Said, ...], Field(max_length=128)] = ()
 
 
 @_wire

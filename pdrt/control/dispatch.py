@@ -90,15 +90,15 @@ class Stream:
     def __init__(
         self, submit: Submit, dp_rank: int, now: float, leave: Callable[[int, str, int], None]
     ) -> None:
-        n, max_tokens = submit.sampling.n, submit.sampling.max_tokens
         self.room, self.dp_rank, self.since = submit.room, dp_rank, now
         self.first_attempt = self.attempt = submit.attempt
         self.weight = weight_of(submit)
-        self._left = dict.fromkeys(range(n), max_tokens)  # of each sequence that goes on
+        self._left = _tokens_left(submit)  # of each sequence that goes on
         self._leave = leave
         self._kept: dict[int, list[Output]] = {}
         self._news = asyncio.Event()
-        self.has_said = False  # its worker goes on from there by itself, whoever prefills
+        # Its worker goes on from there by itself, whoever prefills.
+        self.has_said = bool(submit.said)
 
     @property
     def is_over(self) -> bool:
@@ -427,6 +427,14 @@ class DPDispatcher:
 def weight_of(submit: Submit) -> int:
     """Tokens: of the prompt, and the most that may follow it."""
     return len(submit.tokens) // 4 + submit.sampling.n * submit.sampling.max_tokens
+
+
+def _tokens_left(submit: Submit) -> dict[int, int]:
+    """The most that each sequence may still say; those that ended elsewhere are not there."""
+    most = submit.sampling.max_tokens
+    if not submit.said:
+        return dict.fromkeys(range(submit.sampling.n), most)
+    return {said.index: most - len(said.tokens) // 4 for said in submit.said}
 
 
 def _joined(kept: Sequence[Output]) -> Output:

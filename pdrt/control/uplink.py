@@ -244,7 +244,8 @@ class Uplink:
                 self._refuse(handle, message, error)
         else:
             if isinstance(message, Submit):
-                self._rooms[handle.rank][message.room] = set(range(message.sampling.n))
+                going = {said.index for said in message.said} or set(range(message.sampling.n))
+                self._rooms[handle.rank][message.room] = going
 
     def _refuse(self, handle: Handle, submit: Submit, error: PdrtError) -> None:
         problem = Problem.of(error, "node")

@@ -15,7 +15,8 @@ from pdrt.data.events import TransferEvent
 from pdrt.data.layout import blocks_for
 from pdrt.device.batch import Drawn
 from pdrt.device.moves import Moves
-from pdrt.messages import Output, Submit, Top
+from pdrt.errors import BadRequest
+from pdrt.messages import Finish, Output, Submit, Top
 from pdrt.sched.admission import Space
 from pdrt.sched.answer_life import ANSWER
 from pdrt.sched.book import Book, SchedStats
@@ -39,7 +40,7 @@ from pdrt.sched.events import (
 from pdrt.sched.limits import Limits
 from pdrt.sched.plan import Batch, Plan, fit
 from pdrt.sched.request import First, Request, State, from_submit
-from pdrt.sched.sequences import branch, drawn_firsts, living
+from pdrt.sched.sequences import branch, drawn_firsts, living, resumed
 
 _COPY_GAIN: Final = 4  # so much faster, about, is KV copied to the host and back than computed
 QUEUES: Final = (("waiting_queue", (State.QUEUED, State.SWAPPED)),)
@@ -83,25 +84,56 @@ class Scheduler:
 
     def submit(self, submit: Submit, now: float) -> None:
         """Raises BadRequest, TooLong, Conflict, Overloaded or Draining; then nothing is kept."""
-        self.accept(submit, now, State.QUEUED)
+        if submit.said:
+            self.resume(submit, now)
+        else:
+            self.accept(submit, now, State.QUEUED)
 
     def accept(self, submit: Submit, now: float, state: State) -> Request | None:
         """The new request in its first state; None when it was over before it began."""
+        request = self._checked(submit, now)
+        if finish := request.finished:
+            self._over(request, finish)
+            return None
+        request.state = state
+        if state is State.QUEUED:
+            request.source = None  # nobody else computes it, now or later
+        self.book.enter(request)
+        return request
+
+    def resume(self, submit: Submit, now: float) -> None:
+        """Go on with what another instance began: each sequence as one that was retracted.
+
+        Raises as `submit` does.
+        """
+        book, whole = self.book, self._checked(submit, now)
+        begun = [resumed(whole, said, book.next_key()) for said in submit.said]
+        indices = {one.index for one in begun}
+        if len(indices) < len(begun) or max(indices) >= submit.sampling.n:
+            raise BadRequest(f"said: of {submit.sampling.n} sequences there are {sorted(indices)}")
+        for one in begun:
+            self.limits.check_fits(one, len(one.tokens), book.blocks.total)
+        for one in begun:
+            if finish := one.finished:
+                self._over(one, finish)
+            else:
+                book.enter(one)
+                book.move(one, Retracted() if one.source is None else Returned())
+        book.counters["taken_over"] += 1
+
+    def _checked(self, submit: Submit, now: float) -> Request:
         book = self.book
         book.check_admissible(submit, self.limits.max_waiting)
         request = from_submit(submit, book.next_key(), self._eos, now)
         length = request.prompt_tokens + request.sampling.max_tokens
         self.limits.check_fits(request, length, book.blocks.total)
-        if finish := request.finished:
-            book.outbox.append(
-                Say(Output(room=request.room, attempt=request.attempt, finish=finish))
-            )
-            return None
-        request.state = state
-        if state is State.QUEUED:
-            request.source = None  # nobody else computes it, now or later
-        book.enter(request)
         return request
+
+    def _over(self, request: Request, finish: Finish) -> None:
+        said = Output(
+            room=request.told_as, index=request.index, attempt=request.attempt, finish=finish
+        )
+        self.book.outbox.append(Say(said))
 
     def feed(self, event: TransferEvent | Order, _now: float) -> None:
         """A hybrid request hears of nothing but that it is not wanted any more."""

@@ -97,6 +97,9 @@ class DecodeDisaggScheduler:
         """Raises BadRequest, TooLong, Conflict, Overloaded or Draining; then nothing is kept."""
         if submit.source is None:
             raise BadRequest("source: a decode worker needs to know who computes the prompt")
+        if submit.said:
+            self._base.resume(submit, now)
+            return
         request = self._base.accept(submit, now, State.BOOTSTRAPPING)
         if request is not None:
             self.outbox.append(

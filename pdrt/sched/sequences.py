@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from pdrt.device.batch import Draw, Drawn
 from pdrt.device.chance import of_sequence
-from pdrt.messages import Top
+from pdrt.errors import BadMessage, BadRequest
+from pdrt.messages import Said, Top, unpack_ids
 from pdrt.sched.request import First, Request, State
 
 
@@ -59,12 +60,31 @@ def branch(
     It runs on the prompt's `blocks`, or is still to be given any. With `borrows` the last one is
     not full and belongs to `request`: it is copied before it is written.
     """
-    assert request.of_room is not None
     tokens = [*request.tokens, request.firsts[index].token]
+    other = _sequence(request, index, key, tokens)
+    other.blocks, other.borrows = list(blocks), borrows
+    other.computed = len(request.tokens) if blocks else 0
+    return other
+
+
+def resumed(request: Request, said: Said, key: int) -> Request:
+    """A sequence that another instance began to answer; it has no memory yet. Raises BadRequest."""
+    try:
+        tokens = unpack_ids(said.tokens)
+    except BadMessage as error:
+        raise BadRequest(f"said: {error}") from error
+    other = _sequence(request, said.index, key, [*request.tokens, *tokens])
+    other.is_trial = request.is_trial
+    return other
+
+
+def _sequence(request: Request, index: int, key: int, tokens: list[int]) -> Request:
+    """One of those that go on from the prompt of `request`; of a group, in a room of its own."""
+    group = request.of_room
     return Request(
         key=key,
-        room=sub_room(request.of_room, index),
-        of_room=request.of_room,
+        room=request.room if group is None else sub_room(group, index),
+        of_room=group,
         index=index,
         attempt=request.attempt,
         tokens=tokens,
@@ -76,9 +96,6 @@ def branch(
         priority=request.priority,
         since=request.since,
         state=State.RUNNING,
-        blocks=list(blocks),
-        borrows=borrows,
-        computed=len(request.tokens) if blocks else 0,
         chain=request.chain.fork(),
     )
 

@@ -35,6 +35,7 @@ from pdrt.messages import (
     Ready,
     Rebind,
     ResumeLocally,
+    Said,
     Sampling,
     Source,
     Submit,
@@ -234,6 +235,23 @@ async def test_each_sequence_may_say_max_tokens_and_none_more() -> None:
     outputs = await rest(stream)
     assert [len(o.tokens) for o in outputs] == [5, 5]
     assert any(o.problem for o in outputs)
+
+
+async def test_an_answer_that_is_resumed_says_what_is_left_and_ends_with_who_goes_on() -> None:
+    """Its tokens elsewhere count, and so do the sequences that ended there."""
+    rig = Rig()
+    begun = (Said(index=0, tokens=pack_ids([7, 7, 7])), Said(index=2))
+    stream = rig.dispatcher.submit(replace(submit(1, n=3), said=begun))
+    with pytest.raises(Conflict, match="first token"):
+        rig.dispatcher.rebind(Rebind(room=1, attempt=65536, source=SOURCE))
+    rig.say(1, 1, 2, index=0, finish="length")
+    assert rig.load[0][0] == 1
+    rig.say(1, *range(5), index=2, finish="length")
+    assert rig.load[0][0] == 0
+    assert [len(o.tokens) for o in await rest(stream)] == [2, 5]
+    over = rig.dispatcher.submit(replace(submit(2, n=3), said=begun))
+    rig.say(2, 1, 2, 3, index=0)
+    assert (await rest(over))[0].problem
 
 
 async def test_prefills_last_word_ends_the_room_of_all() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -29,6 +30,7 @@ from pdrt.messages import (
     RankSaid,
     Ready,
     ResumeLocally,
+    Said,
     Sampling,
     Submit,
     ToNode,
@@ -211,12 +213,15 @@ async def test_a_leader_that_is_gone_leaves_no_room_on_the_workers_and_the_next_
             worker.answers = None
         for room in (7, 8, 9):
             rig.far.ranks[RANKS[1]].tell(submit(room, n=2))
+        resumed = replace(submit(10, n=2), said=(Said(index=1),))  # the other one has ended
+        rig.far.ranks[RANKS[1]].tell(resumed)
         worker = rig.workers[1]
-        await rig.until(lambda: len(worker.told) == 3)
+        await rig.until(lambda: len(worker.told) == 4)
+        worker.say(Outputs(items=(Output(room=10, finish="stop", index=1),)))
         worker.say(Outputs(items=(Output(room=8, finish="stop", index=1),)))
         worker.say(Outputs(items=(Output(room=8, finish="stop"), Output(room=9, finish="stop"))))
         rig.far.ranks[RANKS[1]].tell(AbortRoom(room=9, reason="stop", index=0))  # so say both
-        await rig.until(lambda: len(worker.told) == 4)
+        await rig.until(lambda: len(worker.told) == 5)
         worker.told.clear()
         await rig.end_leader()
         await rig.until(lambda: worker.told)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pdrt.data.commands import (
@@ -29,7 +29,7 @@ from pdrt.data.events import (
 from pdrt.data.transfer import Key
 from pdrt.device.chance import of_sequence
 from pdrt.errors import PdrtError
-from pdrt.messages import AskPrefill, Problem, Submit, unpack_ids
+from pdrt.messages import AskPrefill, Problem, Said, Submit, pack_ids, unpack_ids
 from pdrt.sched.decode import DecodeDisaggScheduler
 from pdrt.sched.effects import Effect, Say
 from pdrt.sched.events import Cancelled, ResumeLocally
@@ -89,6 +89,22 @@ class Pair:
         self._submits[room] = message
         self.decode.submit(message)
         self.prefill.submit(message)
+
+    def resume(
+        self,
+        room: int,
+        prompt: list[int],
+        max_tokens: int,
+        said: Mapping[int, Sequence[int]],
+        *,
+        n: int = 1,
+        seed: int = 0,
+    ) -> None:
+        """Decode goes on with what another one began; prefill hears of it when it is asked."""
+        begun = tuple(Said(index=i, tokens=pack_ids(list(ids))) for i, ids in said.items())
+        whole = submit(room, prompt, max_tokens=max_tokens, time_left=1000.0, n=n, seed=seed)
+        self._submits[room] = message = replace(whole, said=begun)
+        self.decode.submit(message)
 
     def cancel(self, room: int) -> None:
         """The client left: the router closes both legs."""
