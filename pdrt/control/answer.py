@@ -109,6 +109,7 @@ class Answer:
     times: Times
     prompt: PromptPart | None = None  # what is told of the prompt, before the choices
     cached_tokens: int = 0
+    is_resumed: bool = False  # another instance began it, and said how many were cached
 
     @property
     def is_over(self) -> bool:
@@ -140,7 +141,9 @@ class Answer:
         if output.tokens and not self.times.first:
             self.times.first = now
         self.times.last = now
-        self.cached_tokens = min(max(self.cached_tokens, output.cached_tokens), self.prompt_tokens)
+        if not self.is_resumed:
+            cached = max(self.cached_tokens, output.cached_tokens)
+            self.cached_tokens = min(cached, self.prompt_tokens)
         return self.choices[output.index].take(output)
 
 

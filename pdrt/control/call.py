@@ -14,6 +14,7 @@ from pdrt.control.http import CANARY_HEADER, REQUEST_ID, Json, check_bearer, req
 from pdrt.control.leader import Leader
 from pdrt.control.likely import MAX_PROMPT_ODDS
 from pdrt.control.order import Dialect, Order, parse, split_leg
+from pdrt.control.resume import said_of
 from pdrt.control.schema import Leg, PrefillAgain, RebindRequest
 from pdrt.errors import BadRequest, NotFound, Unauthorized
 from pdrt.messages import Rebind, Source, Submit, pack_ids
@@ -30,6 +31,7 @@ class Call:
     attempt: int
     deadline: float
     times: Times
+    path: str  # what the answer says of it
     is_trial: bool = False  # the router tries a pair by it
 
     @property
@@ -68,6 +70,7 @@ def open_call(
         attempt=0 if leg is None else leg.attempt,
         deadline=times.arrived + left,
         times=times,
+        path=_path(leader, leg),
         is_trial=leg is not None and CANARY_HEADER in request.headers,
     )
 
@@ -91,6 +94,7 @@ async def submit_of(leader: Leader, call: Call) -> Submit:
     leader.limits.check_bias(sampling)
     if sampling.grammar is not None:
         raise BadRequest("response_format is not supported in this version")
+    resumed = None if call.leg is None else call.leg.resumed
     return Submit(
         room=call.room,
         attempt=call.attempt,
@@ -100,10 +104,11 @@ async def submit_of(leader: Leader, call: Call) -> Submit:
         sampling=sampling,
         time_left=max(call.deadline - leader.clock(), 0.0),
         source=source,
-        scoring=call.order.scoring,
+        scoring=-1 if resumed else call.order.scoring,
         priority=call.order.priority,
         salt=call.order.salt,
         is_trial=call.is_trial,
+        said=said_of(resumed, call.order, sampling.n) if resumed else (),
     )
 
 
@@ -152,6 +157,12 @@ def _check_client(leader: Leader, order: Order) -> None:
     if order.pin is not None:
         host, port = order.pin
         raise BadRequest(f"bootstrap_host: no prefill instance {host}:{port} is known here")
+
+
+def _path(leader: Leader, leg: Leg | None) -> str:
+    if leg is not None and leg.path is not None:
+        return leg.path
+    return "local" if leader.role == "hybrid" else "disagg"
 
 
 def _source(leader: Leader, leg: Leg | None) -> Source | None:

@@ -434,7 +434,7 @@ def _tokens_left(submit: Submit) -> dict[int, int]:
     most = submit.sampling.max_tokens
     if not submit.said:
         return dict.fromkeys(range(submit.sampling.n), most)
-    return {said.index: most - len(said.tokens) // 4 for said in submit.said}
+    return {said.index: max(most - len(said.tokens) // 4, 0) for said in submit.said}
 
 
 def _joined(kept: Sequence[Output]) -> Output:

@@ -324,7 +324,9 @@ def leg_body(side: Role, order: Order, leg: Leg, seed: int) -> Json:
         body["sampling_params"] = {**(body.get("sampling_params") or {}), "seed": seed}
     elif order.seed is None:
         body["seed"] = seed
-    fields = leg.model_dump(exclude_none=True, exclude={"text_starts_after_prompt"})
+    fields = leg.model_dump(exclude_none=True, exclude={"text_starts_after_prompt", "marks"})
+    if leg.marks and side != "prefill":
+        fields["marks"] = True
     if side == "hybrid":
         fields.pop("disagg_prefill_dp_rank")
     elif side == "decode" and order.echo:

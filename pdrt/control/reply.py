@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from aiohttp import web
 
 from pdrt.control.answer import Answer, Delta
 from pdrt.control.http import Json, cut_off, end_with_error
+from pdrt.control.marks import Marks
 from pdrt.errors import Cancelled, PdrtError
 
+T = TypeVar("T")
 _FEW_ODDS: Final = 256
 _PIECE: Final = 256
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once
@@ -60,19 +62,35 @@ class WholeReply:
 
 
 class StreamReply:
-    def __init__(self, request: web.Request, voice: Voice, stage: str) -> None:
+    """With `marks` each event says which tokens it tells; of a `resumed` answer the client has the
+    beginning."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        voice: Voice,
+        stage: str,
+        marks: Marks | None = None,
+        *,
+        resumed: bool = False,
+    ) -> None:
         self._request, self._voice, self._stage = request, voice, stage
+        self._marks, self._resumed = marks, resumed
         self._response: web.StreamResponse | None = None
         self._is_writing = False  # and the client is not taking it
 
     async def say(self, delta: Delta, answer: Answer) -> None:
-        said = b"".join(map(event_of, self._voice.chunks(delta, answer)))
+        events = list(map(event_of, self._voice.chunks(delta, answer)))
         response = self._response
         if response is None:
             response = await self._begin()
-            said = await _beside(lambda: self._opening(answer), answer) + said
-        if said:
-            await self._write(response, said)
+            if not self._resumed:
+                events = [*await _beside(lambda: self._opening(answer), answer), *events]
+        if self._marks is not None:
+            mark = self._marks.of(delta, answer.cached_tokens, len(events))
+            events = [mark, *events] if mark else events
+        if events:
+            await self._write(response, b"".join(events))
 
     async def end(self, answer: Answer) -> web.StreamResponse:
         assert self._response is not None, "an answer has a last delta"
@@ -88,8 +106,8 @@ class StreamReply:
             await end_with_error(self._request, self._response, error, self._stage)
         return self._response
 
-    def _opening(self, answer: Answer) -> bytes:
-        return b"".join(map(long_event_of, self._voice.opening(answer)))
+    def _opening(self, answer: Answer) -> list[bytes]:
+        return list(map(long_event_of, self._voice.opening(answer)))
 
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
         """Raises Cancelled when the client is gone."""
@@ -108,7 +126,7 @@ class StreamReply:
         return response
 
 
-async def _beside(make: Callable[[], bytes], answer: Answer) -> bytes:
+async def _beside(make: Callable[[], T], answer: Answer) -> T:
     """Beside the loop, where the answer is so long that this takes more than a thread's start."""
     return await asyncio.to_thread(make) if answer.odds > _FEW_ODDS else make()
 

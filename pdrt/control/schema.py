@@ -212,6 +212,25 @@ class ChatRequest(Envelope, Drawing):
         return self
 
 
+class Told(Strict):
+    """What a client has of one of its sequences."""
+
+    ids: Annotated[list[TokenId], Field(fail_fast=True)]
+    finish: Literal["stop", "length"] | None = None
+
+
+class Resumed(Strict):
+    """An answer that another instance began, as far as its client has read it."""
+
+    choices: Annotated[list[Told], Field(min_length=1, max_length=MAX_N)]
+    cached_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    elapsed_s: Annotated[float, Field(ge=0, le=1 << 20)] = 0.0  # since its first leg was sent ...
+    first_s: Annotated[float, Field(ge=0, le=1 << 20)] = 0.0  # ... and its first token after that
+
+
+Path = Annotated[str, Field(pattern=r"^(disagg|local|fallback:[a-z_]{1,64})$")]
+
+
 class Leg(Strict):
     """What the router adds for the leaders; `bootstrap_room` is the wire identity here."""
 
@@ -226,6 +245,9 @@ class Leg(Strict):
     disagg_prefill_dp_rank: Annotated[int, Field(ge=-1, lt=1 << 20)] = -1
     created: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # both parts of an answer say it
     text_starts_after_prompt: bool = False  # decode: the router puts the prompt before its answer
+    path: Path | None = None  # what the answer says of the path that served it
+    marks: bool = False  # of a stream: say which tokens each event tells (see marks.py)
+    resumed: Resumed | None = None
 
 
 class RebindRequest(Strict):

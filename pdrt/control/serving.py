@@ -25,11 +25,13 @@ from pdrt.control.generate import GenerateVoice
 from pdrt.control.http import REQUEST_ID, Json, error_of, read_json, request_id_of
 from pdrt.control.leader import Leader
 from pdrt.control.likely import PromptPart
+from pdrt.control.marks import Marks
 from pdrt.control.meter import Meter
 from pdrt.control.openai import OpenAIVoice
 from pdrt.control.order import PATHS, parse_prefill_again, parse_rebind
 from pdrt.control.prompted import choices_of, prompt_of
-from pdrt.control.reply import Reply, StreamReply, WholeReply, long_json_of
+from pdrt.control.reply import Reply, StreamReply, Voice, WholeReply, long_json_of
+from pdrt.control.resume import take_up
 from pdrt.errors import Conflict, DeadlinePassed, NotFound, PdrtError
 from pdrt.messages import Output, Submit
 
@@ -56,16 +58,17 @@ class Serving:
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """A client's request, or one leg of it."""
         leader, times = self._leader, Times(self._leader.clock())
-        request[PD_PATH] = "local" if leader.role == "hybrid" else "disagg"
+        request[PD_PATH] = "local" if leader.role == "hybrid" else "disagg"  # if it is refused
         with self._told(request) as outcome:
             body = await read_json(request, leader.limits.max_body_bytes)
             call = open_call(leader, request, PATHS[request.path], body, times)
-            outcome.room = call.room
+            outcome.room, request[PD_PATH] = call.room, call.path
             if leader.role == "prefill":
                 return await self._prefill_leg(call)
             # Of a leg it is None: the router has seen to it.
             with claimed(self._client_rooms, call.order.client_room):
-                return await self._answer(call, self._reply(request, call), outcome)
+                voice = self._voice(call)
+                return await self._answer(call, voice, self._reply(request, call, voice), outcome)
 
     async def prefill_again(self, request: web.Request) -> web.StreamResponse:
         """For a decode leader: compute a retracted room's prompt and output once more."""
@@ -107,7 +110,7 @@ class Serving:
                 output = await _prefilled(stream)
             if call is not None and call.order.is_prompt_told:
                 part = await prompt_of(call, submit, output, leader.text)
-                told = await leader.text.run(self._voice(call, "").prompt, part)
+                told = await leader.text.run(self._voice(call).prompt, part)
         leader.served()
         done: Json = {
             "status": "prefilled",
@@ -124,18 +127,21 @@ class Serving:
         body = await asyncio.to_thread(long_json_of, done) if told else long_json_of(done)
         return web.Response(body=body, content_type="application/json")
 
-    async def _answer(self, call: Call, reply: Reply, outcome: Outcome) -> web.StreamResponse:
-        leader = self._leader
+    async def _answer(
+        self, call: Call, voice: GenerateVoice | OpenAIVoice, reply: Reply, outcome: Outcome
+    ) -> web.StreamResponse:
+        leader, resumed = self._leader, None if call.leg is None else call.leg.resumed
         try:
             async with _until(call.deadline - leader.clock()):
                 submit = await submit_of(leader, call)
                 choices = await choices_of(call, submit, leader.text)
                 answer = Answer(submit.prompt_tokens, choices, call.times)
+                if resumed is not None:
+                    await take_up(answer, resumed, voice)
                 prompt = partial(prompt_of, call, submit, text=leader.text)
+                is_told = call.order.is_prompt_told and resumed is None
                 with leader.dispatcher.submit(submit) as stream:
-                    await self._pump(
-                        stream, answer, reply, prompt if call.order.is_prompt_told else None
-                    )
+                    await self._pump(stream, answer, reply, prompt if is_told else None)
                 outcome.answer = answer
                 response = await reply.end(answer)
         except PdrtError as error:
@@ -165,17 +171,20 @@ class Serving:
                 raise error_of(output.problem)
         raise PdrtError("the worker's outputs ended without an end")
 
-    def _reply(self, request: web.Request, call: Call) -> Reply:
-        voice = self._voice(call, request[PD_PATH])
-        if call.order.stream:
-            return StreamReply(request, voice, self._leader.role)
-        return WholeReply(voice)
+    def _reply(self, request: web.Request, call: Call, voice: Voice) -> Reply:
+        if not call.order.stream:
+            return WholeReply(voice)
+        leg = call.leg
+        marks = Marks() if leg is not None and leg.marks else None
+        is_resumed = leg is not None and leg.resumed is not None
+        return StreamReply(request, voice, self._leader.role, marks, resumed=is_resumed)
 
-    def _voice(self, call: Call, path: str) -> GenerateVoice | OpenAIVoice:
+    def _voice(self, call: Call) -> GenerateVoice | OpenAIVoice:
         leader, order = self._leader, call.order
         bytes_of, with_odds = leader.text.bytes_of, order.odds is not None
         if order.dialect == "generate":
-            return GenerateVoice(call.request_id, call.shown_room, path, bytes_of, with_odds)
+            shown = call.request_id, call.shown_room, call.path
+            return GenerateVoice(*shown, bytes_of, with_odds)
         created = None if call.leg is None else call.leg.created
         return OpenAIVoice(
             call.request_id,

@@ -89,6 +89,7 @@ class ScriptedWorker:
         self.rank, self.ready = Rank(), READY
         self.dispatcher: DPDispatcher | None = None
         self.script: Sequence[Output] | None = None
+        self.pause = 0  # turns of the loop between two outputs, so that each is told alone
         self.submitted = deque[Submit]()
         self.aborted = list[tuple[int, str]]()
         self.stopped = list[int]()  # sequences that were aborted alone
@@ -99,7 +100,9 @@ class ScriptedWorker:
         match message:
             case Submit():
                 self.submitted.append(message)
-                if self.script is not None:
+                if self.script is not None and self.pause:
+                    self.say_slowly(message.room, self.script, self.pause)
+                elif self.script is not None:
                     asyncio.get_running_loop().call_soon(self.say, message.room, *self.script)
             case AbortRoom(index=index) if index >= 0:
                 self.stopped.append(index)
@@ -115,6 +118,14 @@ class ScriptedWorker:
         assert self.dispatcher is not None
         for output in outputs:
             self.dispatcher.deliver(0, Outputs(items=(replace(output, room=room),)))
+
+    def say_slowly(self, room: int, outputs: Sequence[Output], turns: int = 0) -> None:
+        loop = asyncio.get_running_loop()
+        if turns:
+            loop.call_soon(self.say_slowly, room, outputs, turns - 1)
+        elif outputs:
+            self.say(room, outputs[0])
+            loop.call_soon(self.say_slowly, room, outputs[1:], self.pause)
 
     async def until(self, ready: Any) -> None:
         """Until `ready(self)` holds; looked at after each message."""
@@ -213,3 +224,10 @@ async def events_of(answer: aiohttp.ClientResponse) -> list[tuple[str, str]]:
             found.append((event, value))
             event = "message"
     return found
+
+
+async def error_of(answer: aiohttp.ClientResponse) -> tuple[int, str, str]:
+    error = (await answer.json())["error"]
+    assert error.keys() == {"type", "code", "message", "request_id", "stage"}
+    assert error["request_id"] == answer.headers["x-request-id"]
+    return answer.status, error["code"], error["message"]

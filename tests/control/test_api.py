@@ -18,6 +18,7 @@ from tests.control.leader_rig import (
     KEY,
     WALL,
     Rig,
+    error_of,
     events_of,
     failing,
     out,
@@ -33,13 +34,6 @@ GREETING = (
     out("wör".encode()[2:]),
     out("ld", "length"),
 )
-
-
-async def error_of(answer: aiohttp.ClientResponse) -> tuple[int, str, str]:
-    error = (await answer.json())["error"]
-    assert error.keys() == {"type", "code", "message", "request_id", "stage"}
-    assert error["request_id"] == answer.headers["x-request-id"]
-    return answer.status, error["code"], error["message"]
 
 
 def rooms(rig: Rig) -> int:
