@@ -118,6 +118,7 @@ class SchedulerSection(Section):
     prefix_cache: bool = True
     retraction: Literal["auto", "copy", "reprefill", "local"] = "auto"  # copy on cuda and npu
     host_kv_memory: Annotated[float, Field(ge=0)] = 0.02  # for copies; <= 1: fraction, else bytes
+    local_prefill: bool = False  # decode: it may compute prompts itself, when the router asks
 
 
 class FaultSection(Section):

@@ -165,7 +165,10 @@ class Lead:
     def _leader(self, text: TextPool, registry: CollectorRegistry, drain: Drain) -> Leader:
         setting, parts = self._setting, self.parts
         config, spec = setting.config, setting.spec
-        shown = Shown(parts, setting.model, spec.max_model_len, time.monotonic)
+        takes_prompts = parts.role == "decode" and config.scheduler.local_prefill
+        shown = Shown(
+            parts, setting.model, spec.max_model_len, time.monotonic, takes_prompts=takes_prompts
+        )
         return Leader(
             role=parts.role,
             model=setting.model,
@@ -186,6 +189,7 @@ class Lead:
             stalled_s=shown.stalled_s,
             served=parts.condition.served,
             drain=drain,
+            takes_prompts=takes_prompts,
             api_keys=config.security.api_keys,
         )
 

@@ -73,6 +73,7 @@ def scheduler(spec: WorkerSpec, runner: Runner, blocks: int, host_blocks: int = 
         chunked=transfer.chunked,
         prefix_cache=config.prefix_cache,
         early_first_token=transfer.early_first_token,
+        local_prefill=config.local_prefill,
         rebind_grace_s=spec.config.timeouts.rebind_grace_s,
         vocab=runner.vocab,
     )

@@ -31,8 +31,8 @@ class Call:
     attempt: int
     deadline: float
     times: Times
-    path: str  # what the answer says of it
     is_trial: bool = False  # the router tries a pair by it
+    path: str = "disagg"  # what the answer says of it
 
     @property
     def client_room(self) -> int | None:
@@ -162,14 +162,19 @@ def _check_client(leader: Leader, order: Order) -> None:
 def _path(leader: Leader, leg: Leg | None) -> str:
     if leg is not None and leg.path is not None:
         return leg.path
-    return "local" if leader.role == "hybrid" else "disagg"
+    is_alone = leader.role == "decode" and leg is not None and leg.bootstrap_host is None
+    return "local" if is_alone or leader.role == "hybrid" else "disagg"
 
 
 def _source(leader: Leader, leg: Leg | None) -> Source | None:
     if leader.role != "decode" or leg is None:
         return None
     if leg.bootstrap_host is None or leg.bootstrap_port is None:
-        raise BadRequest("bootstrap_host and bootstrap_port are missing")
+        if leader.takes_prompts:
+            return None
+        raise BadRequest(
+            "bootstrap_host and bootstrap_port are missing; [scheduler] local_prefill is off here"
+        )
     return Source(
         host=leg.bootstrap_host, port=leg.bootstrap_port, dp_rank=leg.disagg_prefill_dp_rank
     )

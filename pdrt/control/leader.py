@@ -70,6 +70,7 @@ class Leader:
     stalled_s: Callable[[], float] = lambda: 0.0  # since the event loop last turned
     served: Callable[[], None] = lambda: None  # called when a request has succeeded
     drain: Callable[[], None] = lambda: None
+    takes_prompts: bool = False  # decode: its workers may compute a prompt that no prefill will
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # clients of a hybrid instance
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time

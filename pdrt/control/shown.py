@@ -18,6 +18,7 @@ class Shown:
     model: str
     max_model_len: int
     clock: Callable[[], float]
+    takes_prompts: bool = False
 
     def pool_tokens(self) -> int:
         """Tokens that the smallest ready pool holds; 0 while none is known."""
@@ -71,6 +72,7 @@ class Shown:
             "dp_size": len({h.rank.dp for h in parts.handles}),
             "ready_ranks": self._ready_ranks(),
             "max_model_len": self.max_model_len,
+            "local_prefill": self.takes_prompts,
             "load": load_of(parts.handles),
             "rooms": parts.work.rooms,
             "last_fault_at": parts.condition.fault_at or None,

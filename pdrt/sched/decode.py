@@ -5,7 +5,7 @@ running. The promises: blocks of an attempt that failed or was aborted are not u
 Quiet (or Received: then all of it is written), and an event of an old attempt moves nothing. First
 tokens are said as soon as they are known, once; the KV that comes later must be of the same. A
 request whose prefill is lost before that waits for another one; later it is resumed with what it
-has said, as one that was retracted.
+has said, as one that was retracted. Where it is allowed, one without a source is computed here.
 """
 
 from __future__ import annotations
@@ -95,13 +95,14 @@ class DecodeDisaggScheduler:
 
     def submit(self, submit: Submit, now: float) -> None:
         """Raises BadRequest, TooLong, Conflict, Overloaded or Draining; then nothing is kept."""
-        if submit.source is None:
+        if submit.source is None and not self.limits.local_prefill:
             raise BadRequest("source: a decode worker needs to know who computes the prompt")
-        if submit.said:
+        if submit.source is None:
+            self._base.submit(submit, now)
+            self.book.counters["prefilled_here"] += 1
+        elif submit.said:
             self._base.resume(submit, now)
-            return
-        request = self._base.accept(submit, now, State.BOOTSTRAPPING)
-        if request is not None:
+        elif (request := self._base.accept(submit, now, State.BOOTSTRAPPING)) is not None:
             self.outbox.append(
                 OpenReceiver(request.room, request.attempt, submit.source, request.deadline)
             )

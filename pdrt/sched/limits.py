@@ -22,6 +22,7 @@ class Limits:
     host_blocks: int = 0  # for copies of retracted requests' KV
     chunked: bool = True  # prefill: blocks leave while the next chunk computes
     rebind_grace_s: float = 1.0  # decode: how long a lost prefill may be replaced
+    local_prefill: bool = False  # decode: a prompt may be computed here from its beginning
     early_first_token: bool = True  # decode: it is said before its KV is here
     prefix_cache: bool = True  # what is computed once is not computed, or received, again
     patience: int = 8  # how often a request is overtaken before it is waited for

@@ -24,6 +24,7 @@ from tests.control.leader_rig import (
     out,
     prompt_of,
     rigged,
+    scored,
 )
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -787,3 +788,50 @@ async def test_metrics_count_what_happened() -> None:
         assert "pdrt_prompt_tokens_total 3.0" in text
         assert "pdrt_output_tokens_total 2.0" in text
         assert "pdrt_first_token_seconds_count 1.0" in text
+
+
+# Paths.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("role", ["decode", "hybrid"])
+@pytest.mark.parametrize("path", ["disagg", "local", "fallback:no_prefill"])
+async def test_header_and_body_say_the_path_that_the_router_told(
+    path: str, role: Role, stream: bool
+) -> None:
+    """CASES 81."""
+    async with rigged(role) as rig:
+        rig.worker.script = [out("x", "length")]
+        body = {"prompt": "abc", "stream": stream, **rig.leg(path=path)}
+        answer = await rig.post("/generate", body, headers=BEARER)
+        said = (await chunks_of(answer))[-1] if stream else await answer.json()
+        assert (answer.headers["x-pd-path"], said["path"]) == (path, path)
+
+
+@pytest.mark.parametrize("may", [False, True])
+async def test_a_decode_leader_takes_a_prompt_without_a_prefill_only_where_it_may(
+    may: bool,
+) -> None:
+    """It has all of the prompt then: it tells what is asked of that, too."""
+    async with rigged("decode", takes_prompts=may) as rig:
+        leg = rig.leg()
+        for name in ("bootstrap_host", "bootstrap_port", "disagg_prefill_dp_rank"):
+            del leg[name]
+        rig.worker.script = [out("x", "length", scored=scored(b"abc", 0))]
+        body = {"prompt": "abc", "sampling_params": {"prompt_logprobs": 0}, **leg}
+        answer = await rig.post("/generate", body, headers=BEARER)
+        if not may:
+            _, code, message = await error_of(answer)
+            assert (code, "local_prefill is off" in message) == ("bad_request", True)
+            return
+        told = await answer.json()
+        assert (told["path"], answer.headers["x-pd-path"]) == ("local", "local")
+        assert len(told["prompt_logprobs"]) == 3
+        assert rig.worker.submitted[0].source is None
+
+
+@pytest.mark.parametrize("path", ["direct", "fallback:", "local\r\nx: y"])
+async def test_a_path_that_nobody_knows_is_refused(path: str) -> None:
+    async with rigged() as rig:
+        answer = await rig.post("/generate", {"prompt": "a", **rig.leg(path=path)}, headers=BEARER)
+        assert answer.status == 400

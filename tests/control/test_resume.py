@@ -128,12 +128,13 @@ async def test_a_stream_goes_on_from_wherever_it_was_cut(name: str) -> None:
             told = [len(choice["ids"]) for choice in heard.choices()]
             if heard.is_whole or not client:
                 continue  # only [DONE] is missing, or the request simply starts again
-            resumed = {"choices": heard.choices(), "cached_tokens": heard.cached_tokens}
+            choices = heard.choices()
+            resumed = {"choices": choices, "cached_tokens": heard.cached_tokens}
             rest = await stream(rig, ask, told, marks=True, resumed=resumed)
             going = {one.index: unpack_ids(one.tokens) for one in rig.worker.submitted[-1].said}
             assert going == {
                 i: list(ask.texts[i][: told[i]])
-                for i, choice in enumerate(resumed["choices"])
+                for i, choice in enumerate(choices)
                 if not choice["finish"]
             }
             heard.forget_part()

@@ -32,6 +32,7 @@ from tests.sched.fakes import (
     FakeDevice,
     Rig,
     answer,
+    answers,
     check_books,
     is_baseline,
     next_token,
@@ -638,3 +639,41 @@ def test_a_draining_scheduler_lets_rebinds_and_retractions_through() -> None:
     finish(rig)
     assert rig.said[1] == answer(PROMPT, 4)
     assert rig.sched.is_idle
+
+
+# Prompts that are computed here.
+
+
+ALLOWED = replace(LIMITS, local_prefill=True)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_prompt_without_a_source_is_computed_here_beside_those_that_arrive(n: int) -> None:
+    rig = make(limits=ALLOWED)
+    rig.submit(submit(1, PROMPT, max_tokens=6))
+    rig.submit(submit(2, PROMPT[:5], max_tokens=6, source=None, n=n, seed=3))
+    land(rig, admit(rig, 1), PROMPT)
+    finish(rig)
+    assert rig.said[1] == answer(PROMPT, 6)
+    assert [rig.sequences[2, i] for i in range(n)] == answers(PROMPT[:5], 6, n, 3)
+    assert rig.book.counters["prefilled_here"] == 1
+    assert not rig.take(AskPrefill)
+    assert is_baseline(rig.book)
+
+
+def test_one_that_was_computed_here_is_so_again_after_a_retraction() -> None:
+    """There is no prefill side to ask."""
+    rig = make(blocks=6, limits=replace(ALLOWED, reserved_tokens=1))
+    for room in (1, 2):
+        rig.submit(submit(room, PROMPT, max_tokens=14, source=None))
+    finish(rig)
+    assert rig.book.counters["retractions"] > 0
+    assert [rig.said[room] for room in (1, 2)] == [answer(PROMPT, 14)] * 2
+    assert not rig.take(AskPrefill)
+
+
+def test_without_leave_no_prompt_is_computed_here() -> None:
+    rig = make()
+    with pytest.raises(BadRequest, match="source"):
+        rig.submit(submit(2, PROMPT, source=None))
+    assert is_baseline(rig.book)
