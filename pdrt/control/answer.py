@@ -102,7 +102,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """All of it: one choice, or n."""
+    """All of it: one choice, or n; of more that were drawn, the `best` likeliest are told."""
 
     prompt_tokens: int
     choices: Sequence[Choice]
@@ -110,6 +110,19 @@ class Answer:
     prompt: PromptPart | None = None  # what is told of the prompt, before the choices
     cached_tokens: int = 0
     is_resumed: bool = False  # another instance began it, and said how many were cached
+    best: int = 0  # 0: all
+    likely: dict[int, float] = field(default_factory=dict)  # of each choice, where `best` is set
+
+    @property
+    def told(self) -> Sequence[Choice]:
+        """Those with the highest mean log-probability a token first, or all as they were drawn."""
+        if not self.best:
+            return self.choices
+        ranked = sorted(range(len(self.choices)), key=self._mean, reverse=True)
+        return [self.choices[index] for index in ranked[: self.best]]
+
+    def _mean(self, index: int) -> float:
+        return self.likely.get(index, 0.0) / max(len(self.choices[index].ids), 1)
 
     @property
     def is_over(self) -> bool:
@@ -144,7 +157,13 @@ class Answer:
         if not self.is_resumed:
             cached = max(self.cached_tokens, output.cached_tokens)
             self.cached_tokens = min(cached, self.prompt_tokens)
-        return self.choices[output.index].take(output)
+        delta = self.choices[output.index].take(output)
+        if self.best:
+            told = output.logprobs[: len(delta.ids)]
+            if len(told) < len(delta.ids):
+                raise PdrtError("the worker told no odds, by which the best answers are chosen")
+            self.likely[output.index] = self.likely.get(output.index, 0.0) + sum(told)
+        return delta
 
 
 def _spoken(output: Output) -> tuple[Sequence[int], Sequence[int]]:

@@ -5,7 +5,7 @@ The promise: what cannot be served is refused here, before any worker hears of i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
@@ -55,6 +55,8 @@ def open_call(
         _check_client(leader, order)
     else:
         check_bearer(request, leader.key)
+        if order.prompts:
+            raise BadRequest("prompt: a leg has one")
         check_token(leader, leg.transfer_token, leg.bootstrap_room, leg.attempt)
     if order.model not in (None, "", leader.model):
         raise NotFound(f"model {order.model!r} is not served here; {leader.model!r} is")
@@ -73,6 +75,14 @@ def open_call(
         path=_path(leader, leg),
         is_trial=leg is not None and CANARY_HEADER in request.headers,
     )
+
+
+def parts_of(leader: Leader, call: Call) -> list[Call]:
+    """A batch's prompts, each with a room of its own."""
+    return [
+        replace(call, order=part, room=leader.mint(), times=replace(call.times))
+        for part in call.order.parts()
+    ]
 
 
 def check_token(leader: Leader, token: str, room: int, attempt: int) -> None:

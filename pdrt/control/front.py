@@ -9,23 +9,27 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
 import structlog
 
 from pdrt.config import RouterConfig
 from pdrt.control import order
+from pdrt.control.batch import Batch
 from pdrt.control.canary import try_pairs
 from pdrt.control.claims import claimed
 from pdrt.control.client import HttpClient
 from pdrt.control.fleet import Fleet
 from pdrt.control.http import Json, is_api_key
 from pdrt.control.job import Job, OrderJob, PlainJob
-from pdrt.control.relay import Clocks, Relay, Ticket, Tools
+from pdrt.control.join import Joiner
+from pdrt.control.legs import Failure
+from pdrt.control.order import Order
+from pdrt.control.relay import Client, Clocks, Relay, Ticket, Tools
 from pdrt.control.routermetrics import RouterMetrics
 from pdrt.control.upstream import Upstream, open_session
-from pdrt.control.wire.exchange import Exchange
+from pdrt.control.wire.exchange import NO_PATH, Exchange
 from pdrt.control.wire.reply import Reply
 from pdrt.control.wire.request import Request
 from pdrt.control.wire.routes import Routes
@@ -65,6 +69,7 @@ class _Read:
     client_room: int | None
     pin: order.Pin | None
     timeout_s: float | None
+    batch: Order | None = None  # its prompts are served one by one
 
 
 @dataclass(slots=True)
@@ -209,7 +214,6 @@ class Router:
             exchange.fail()
 
     async def _relay(self, exchange: Exchange, read: _Read, started: float) -> None:
-        assert self.tools is not None, "requests come while the application runs"
         request = exchange.request
         pinned = self.fleet.pinned(read.pin) if read.pin else None
         ticket = Ticket(
@@ -220,17 +224,54 @@ class Router:
             client_room=read.client_room,
             pinned=pinned,
         )
-        relay = Relay(ticket, self.fleet.pick(pinned), self.tools, HttpClient(exchange))
+        client = HttpClient(exchange)
+        if read.batch is None:
+            failure, path = await self._carry(ticket, client, started)
+        else:
+            failure, path = await self._carry_batch(read.batch, ticket, client, started)
+        if failure is not None:
+            exchange.path_label = path
+            after = (("retry-after", failure.retry_after),) if failure.retry_after else ()
+            exchange.refuse(failure.error, failure.status, after)
+
+    async def _carry(
+        self, ticket: Ticket, client: Client, started: float
+    ) -> tuple[Failure | None, str]:
+        """The failure that the client has not heard of, and which path it was on."""
+        assert self.tools is not None, "requests come while the application runs"
+        relay = Relay(ticket, self.fleet.pick(ticket.pinned), self.tools, client)
         self.relays.add(relay)
         try:
-            failure = await relay.run()
+            return await relay.run(), relay.path_label
         finally:
             self.relays.discard(relay)
             self._account(relay, started)
-        if failure is not None:
-            exchange.path_label = relay.path_label
-            after = (("retry-after", failure.retry_after),) if failure.retry_after else ()
-            exchange.refuse(failure.error, failure.status, after)
+
+    async def _carry_batch(
+        self, batched: Order, ticket: Ticket, client: Client, started: float
+    ) -> tuple[Failure | None, str]:
+        """Each prompt is a request of its own: chosen, retried and counted by itself."""
+        batch, failed = Batch(Joiner(batched), client), list[tuple[Failure, str]]()
+
+        async def one(index: int, job: Job) -> bool:
+            try:
+                carried = self._carry(replace(ticket, job=job), batch.part(index), started)
+                failure, path = await carried
+            except PdrtError as error:  # nobody is there to serve it
+                failure, path = Failure.of(error), NO_PATH
+            if failure is not None:
+                failed.append((failure, path))
+                await batch.part(index).break_off(failure.error)
+            return batch.broken is None and not batch.joiner.has_failed
+
+        jobs = [OrderJob(part, seed=secrets.randbits(63)) for part in batched.parts()]
+        await batch.run([one(index, job) for index, job in enumerate(jobs)])
+        if batch.has_begun:
+            await batch.end()
+            return None, NO_PATH
+        if failed:
+            return failed[0]
+        return (Failure.of(batch.broken), NO_PATH) if batch.broken else (None, NO_PATH)
 
     def _read(self, request: Request) -> _Read:
         body = request.json()
@@ -241,7 +282,8 @@ class Router:
         if found.request_id:
             request.id = found.request_id
         job = OrderJob(found, seed=secrets.randbits(63))
-        return _Read(job, found.client_room, found.pin, found.timeout_s)
+        batch = found if found.prompts else None
+        return _Read(job, found.client_room, found.pin, found.timeout_s, batch)
 
     def _look_idle(self) -> None:
         if self.draining and not self.admitted:

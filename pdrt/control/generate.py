@@ -44,7 +44,7 @@ class GenerateVoice:
 
     def whole(self, answer: Answer) -> Json:
         prompt = {} if answer.prompt is None else self.prompt(answer.prompt)
-        choices = [self._choice(choice) for choice in answer.choices]
+        choices = [self._choice(choice) for choice in answer.told]
         if len(choices) == 1:
             return {**self._head(), **choices[0], **prompt, **self._end(answer)}
         outputs = [{"index": index, **choice} for index, choice in enumerate(choices)]

@@ -58,7 +58,7 @@ class OrderJob:
     @property
     def answer_weight(self) -> int:
         each = self.order.max_tokens or self.order.default_tokens or 0
-        return self.prompt_weight + each * self.order.n
+        return self.prompt_weight + each * self.order.drawn
 
     def body(self, side: Role, leg: Leg) -> bytes:
         return _dumped(leg_body(side, self.order, leg, self.seed))

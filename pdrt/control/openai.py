@@ -58,7 +58,7 @@ class OpenAIVoice:
     def whole(self, answer: Answer) -> Json:
         choices = [
             _choice(index, choice.finish, **self._whole(choice, answer.prompt))
-            for index, choice in enumerate(answer.choices)
+            for index, choice in enumerate(answer.told)
         ]
         return {
             **self._head("chat.completion" if self.is_chat else "text_completion"),

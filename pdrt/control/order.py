@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias, cast
 
 from pdrt.config import Role
 from pdrt.control.http import Json
@@ -83,10 +83,27 @@ class Order:
     odds: int | None = None  # alternatives told beside each token; None: no log-probabilities
     scoring: int = -1  # the same for the prompt's tokens; -1: none
     echo: bool = False  # the prompt's text comes before each answer
+    best_of: int = 0  # so many are drawn and the n likeliest told; 0: n
+    prompts: tuple[str | Sequence[int], ...] = ()  # of a batch, which is answered in parts
 
     @property
     def n(self) -> int:
+        """Answers told of each prompt."""
         return self.drawing.n or 1
+
+    @property
+    def drawn(self) -> int:
+        """Answers drawn of each prompt."""
+        return self.best_of or self.n
+
+    def parts(self) -> Sequence[Order]:
+        """A batch as an order a prompt, else this one."""
+        if not self.prompts:
+            return (self,)
+        return [
+            replace(self, body={**self.body, "prompt": prompt}, prompt=prompt, prompts=())
+            for prompt in self.prompts
+        ]
 
     @property
     def is_prompt_told(self) -> bool:
@@ -120,7 +137,7 @@ class Order:
             self.grammar,
             max_tokens=max(count, 1),
             seed=drawn & _SEED_MASK,
-            n=self.n,
+            n=self.drawn,
             top_logprobs=self.odds or 0,
         )
 
@@ -143,22 +160,35 @@ def _generate(body: Json) -> Order:
         params = without(params, UNSUPPORTED, "sampling_params.", served)
         body = {**body, "sampling_params": params}
     request = checked(GenerateRequest, body)
-    prompt = _one_prompt(request.prompt, allow_one_listed=False)
+    prompts = _listed(request.prompt)
     drawing = request.sampling_params or GenerateDrawing()
-    order = _order("generate", body, request, drawing, prompt)
+    order = _order("generate", body, request, drawing, prompts[0])
     scoring = -1 if drawing.prompt_logprobs is None else drawing.prompt_logprobs
-    return replace(order, odds=drawing.logprobs, scoring=scoring)
+    return replace(
+        order,
+        odds=drawing.logprobs,
+        scoring=scoring,
+        best_of=_best_of(order, drawing.best_of, "sampling_params."),
+        prompts=prompts if prompts[0] is not request.prompt else (),
+    )
 
 
 def _completion(body: Json, *, is_echoed: bool) -> Order:
     body = _openai(body, CompletionRequest)
     request = checked(CompletionRequest, body)
-    prompt = _one_prompt(request.prompt, allow_one_listed=True)
-    order, odds = _order("completions", body, request, request, prompt), request.logprobs
+    prompts = _listed(request.prompt)
+    order, odds = _order("completions", body, request, request, prompts[0]), request.logprobs
     scoring = odds if request.echo and odds is not None else -1
     if request.max_tokens == 0 and not (request.echo or is_echoed):
         raise BadRequest("max_tokens: 0 is only for echo = true")
-    return replace(order, odds=odds, scoring=scoring, echo=bool(request.echo))
+    return replace(
+        order,
+        odds=odds,
+        scoring=scoring,
+        echo=bool(request.echo),
+        best_of=_best_of(order, request.best_of),
+        prompts=prompts if len(prompts) > 1 else (),
+    )
 
 
 def _chat(body: Json) -> Order:
@@ -193,16 +223,23 @@ def _turn(turn: Turn) -> Mapping[str, str]:
     return said | {"name": turn.name} if turn.name else said
 
 
-def _one_prompt(
-    prompt: str | list[int] | list[str] | list[list[int]], *, allow_one_listed: bool
-) -> str | Sequence[int]:
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt[0], int):
-        return prompt  # pydantic has looked at each
-    if len(prompt) == 1 and allow_one_listed:
-        return prompt[0]
-    raise BadRequest("prompt: a batch of prompts is not supported in this version")
+def _listed(
+    prompt: str | list[int] | list[str] | list[list[int]],
+) -> tuple[str | Sequence[int], ...]:
+    """The prompts of a batch, or the one there is."""
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return (prompt,)  # pydantic has looked at each id
+    return tuple(cast("list[str | list[int]]", prompt))
+
+
+def _best_of(order: Order, best_of: int | None, where: str = "") -> int:
+    if best_of is None or best_of == order.n:
+        return 0
+    if best_of < order.n:
+        raise BadRequest(f"{where}best_of: {best_of} is less than n = {order.n}")
+    if order.stream:
+        raise BadRequest(f"{where}best_of: a stream cannot tell which answers are the best")
+    return best_of
 
 
 def _order(

@@ -29,7 +29,7 @@ async def choices_of(call: Call, submit: Submit, text: TextPool) -> list[Choice]
         before = len(await _echoed(order, unpack_ids(submit.tokens), text))
     return [
         Choice(text.pieces(), StopScanner(order.stop), with_odds, order.is_silent, before)
-        for _ in range(order.n)
+        for _ in range(order.drawn)
     ]
 
 

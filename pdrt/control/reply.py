@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from aiohttp import web
@@ -19,6 +20,8 @@ from pdrt.control.marks import Marks
 from pdrt.errors import Cancelled, PdrtError
 
 T = TypeVar("T")
+EVENTS: Final = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+DONE: Final = b"data: [DONE]\n\n"
 _FEW_ODDS: Final = 256
 _PIECE: Final = 256
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once
@@ -39,9 +42,11 @@ class Reply(Protocol):
 
     async def say(self, delta: Delta, answer: Answer) -> None: ...
 
-    async def end(self, answer: Answer) -> web.StreamResponse: ...
+    async def end(self, answer: Answer) -> web.StreamResponse | None:
+        """What was answered; None for a part of an answer."""
+        ...
 
-    async def fail(self, error: PdrtError) -> web.StreamResponse:
+    async def fail(self, error: PdrtError) -> web.StreamResponse | None:
         """Tell an error in the answer's own form; raises it when nothing has been said."""
         ...
 
@@ -54,7 +59,7 @@ class WholeReply:
         """Nothing is said before the end."""
 
     async def end(self, answer: Answer) -> web.StreamResponse:
-        body = await _beside(lambda: long_json_of(self._voice.whole(answer)), answer)
+        body = await beside(lambda: long_json_of(self._voice.whole(answer)), answer)
         return web.Response(body=body, content_type="application/json")
 
     async def fail(self, error: PdrtError) -> web.StreamResponse:
@@ -85,7 +90,8 @@ class StreamReply:
         if response is None:
             response = await self._begin()
             if not self._resumed:
-                events = [*await _beside(lambda: self._opening(answer), answer), *events]
+                opening = partial(opening_of, self._voice, answer)
+                events = [*await beside(opening, answer), *events]
         if self._marks is not None:
             mark = self._marks.of(delta, answer.cached_tokens, len(events))
             events = [mark, *events] if mark else events
@@ -94,7 +100,7 @@ class StreamReply:
 
     async def end(self, answer: Answer) -> web.StreamResponse:
         assert self._response is not None, "an answer has a last delta"
-        await self._write(self._response, b"data: [DONE]\n\n")
+        await self._write(self._response, DONE)
         return self._response
 
     async def fail(self, error: PdrtError) -> web.StreamResponse:
@@ -106,9 +112,6 @@ class StreamReply:
             await end_with_error(self._request, self._response, error, self._stage)
         return self._response
 
-    def _opening(self, answer: Answer) -> list[bytes]:
-        return list(map(long_event_of, self._voice.opening(answer)))
-
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
         """Raises Cancelled when the client is gone."""
         self._is_writing = True
@@ -119,16 +122,19 @@ class StreamReply:
         self._is_writing = False
 
     async def _begin(self) -> web.StreamResponse:
-        headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
-        response = web.StreamResponse(headers=headers)
+        response = web.StreamResponse(headers=EVENTS)
         await response.prepare(self._request)
         self._response = response
         return response
 
 
-async def _beside(make: Callable[[], T], answer: Answer) -> T:
+async def beside(make: Callable[[], T], answer: Answer) -> T:
     """Beside the loop, where the answer is so long that this takes more than a thread's start."""
     return await asyncio.to_thread(make) if answer.odds > _FEW_ODDS else make()
+
+
+def opening_of(voice: Voice, answer: Answer) -> list[bytes]:
+    return list(map(long_event_of, voice.opening(answer)))
 
 
 def event_of(chunk: Json) -> bytes:

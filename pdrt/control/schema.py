@@ -27,6 +27,7 @@ from pdrt.errors import BadRequest
 from pdrt.messages import Bias, Room, Sampling
 
 MAX_N: Final = 128
+MAX_PROMPTS: Final = 128  # of a batch
 MAX_TOP: Final = 20  # alternatives beside a token
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 256
@@ -83,12 +84,12 @@ IdsPrompt = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Prompt = Annotated[
     Annotated[TextPrompt, Tag("text")]
     | Annotated[IdsPrompt, Tag("ids")]
-    | Annotated[list[TextPrompt], Field(fail_fast=True), Tag("texts")]
-    | Annotated[list[IdsPrompt], Field(fail_fast=True), Tag("lists")],
+    | Annotated[list[TextPrompt], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("texts")]
+    | Annotated[list[IdsPrompt], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("lists")],
     Discriminator(
         _prompt_kind,
         custom_error_type="prompt_type",
-        custom_error_message="must be a string or a list of token ids",
+        custom_error_message="must be a string, a list of token ids, or a list of either",
     ),
 ]
 _TAGS: Final = frozenset({"text", "ids", "texts", "lists"})
@@ -148,7 +149,11 @@ class Envelope(Strict):
         return self
 
 
+BestOf = Annotated[int, Field(ge=1, le=MAX_N)]
+
+
 class GenerateDrawing(Drawing):
+    best_of: BestOf | None = None  # so many are drawn, the n likeliest told
     logprobs: Top | None = None  # alternatives told beside each token; 0: its own odds alone
     prompt_logprobs: Top | None = None  # the same for the prompt
 
@@ -173,14 +178,8 @@ class CompletionRequest(Envelope, Drawing):
     stream_options: StreamOptions | None = None
     logprobs: Annotated[Top | None, BeforeValidator(_or_none)] = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: BestOf | None = None  # so many are drawn, the n likeliest told
     response_format: ResponseFormat | None = None
-
-    @model_validator(mode="after")
-    def _best_is_all(self) -> Self:
-        if self.best_of not in (None, self.n or 1):
-            raise ValueError("best_of is not supported in this version unless it equals n")
-        return self
 
 
 class Part(Strict):

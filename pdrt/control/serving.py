@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -18,20 +18,24 @@ import structlog
 from aiohttp import web
 
 from pdrt.control.answer import Answer, Times
-from pdrt.control.call import Call, open_call, rebind_of, submit_again, submit_of
+from pdrt.control.batch import Batch
+from pdrt.control.call import Call, open_call, parts_of, rebind_of, submit_again, submit_of
 from pdrt.control.claims import claimed
 from pdrt.control.dispatch import Stream
 from pdrt.control.generate import GenerateVoice
 from pdrt.control.http import REQUEST_ID, Json, error_of, read_json, request_id_of
+from pdrt.control.join import Joiner
 from pdrt.control.leader import Leader
 from pdrt.control.likely import PromptPart
 from pdrt.control.marks import Marks
 from pdrt.control.meter import Meter
 from pdrt.control.openai import OpenAIVoice
 from pdrt.control.order import PATHS, parse_prefill_again, parse_rebind
+from pdrt.control.partreply import PartReply
 from pdrt.control.prompted import choices_of, prompt_of
 from pdrt.control.reply import Reply, StreamReply, Voice, WholeReply, long_json_of
 from pdrt.control.resume import take_up
+from pdrt.control.webclient import WebClient
 from pdrt.errors import Conflict, DeadlinePassed, NotFound, PdrtError
 from pdrt.messages import Output, Submit
 
@@ -46,7 +50,14 @@ class Outcome:
 
     code: str = "ok"
     room: int = -1
-    answer: Answer | None = None
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def usage(self) -> Json:
+        usages = [answer.usage() for answer in self.answers]
+        return {
+            name: sum(usage[name] for usage in usages) for usage in usages[:1] for name in usage
+        }
 
 
 class Serving:
@@ -67,8 +78,13 @@ class Serving:
                 return await self._prefill_leg(call)
             # Of a leg it is None: the router has seen to it.
             with claimed(self._client_rooms, call.order.client_room):
+                if call.order.prompts:
+                    return await self._answer_batch(request, call, outcome)
                 voice = self._voice(call)
-                return await self._answer(call, voice, self._reply(request, call, voice), outcome)
+                reply = self._reply(request, call, voice)
+                response = await self._answer(call, voice, reply, outcome)
+                assert response is not None, "it is whole, not a part"
+                return response
 
     async def prefill_again(self, request: web.Request) -> web.StreamResponse:
         """For a decode leader: compute a retracted room's prompt and output once more."""
@@ -127,22 +143,46 @@ class Serving:
         body = await asyncio.to_thread(long_json_of, done) if told else long_json_of(done)
         return web.Response(body=body, content_type="application/json")
 
+    async def _answer_batch(
+        self, request: web.Request, call: Call, outcome: Outcome
+    ) -> web.StreamResponse:
+        """Each prompt is a request of its own to the workers."""
+        client = WebClient(request, self._leader.role)
+        batch = Batch(Joiner(call.order), client)
+
+        async def one(index: int, part: Call) -> bool:
+            voice = self._voice(part)
+            reply = PartReply(batch.part(index), voice, call.order)
+            try:
+                await self._answer(part, voice, reply, outcome)
+            except PdrtError as error:
+                await batch.part(index).break_off(error)
+            return batch.broken is None
+
+        await batch.run([one(i, part) for i, part in enumerate(parts_of(self._leader, call))])
+        if batch.broken is not None and not batch.has_begun:
+            raise batch.broken
+        await batch.end()
+        assert client.response is not None, "it has begun"
+        return client.response
+
     async def _answer(
         self, call: Call, voice: GenerateVoice | OpenAIVoice, reply: Reply, outcome: Outcome
-    ) -> web.StreamResponse:
+    ) -> web.StreamResponse | None:
         leader, resumed = self._leader, None if call.leg is None else call.leg.resumed
         try:
             async with _until(call.deadline - leader.clock()):
                 submit = await submit_of(leader, call)
                 choices = await choices_of(call, submit, leader.text)
-                answer = Answer(submit.prompt_tokens, choices, call.times)
+                best = call.order.best_of and call.order.n
+                answer = Answer(submit.prompt_tokens, choices, call.times, best=best)
                 if resumed is not None:
                     await take_up(answer, resumed, voice)
                 prompt = partial(prompt_of, call, submit, text=leader.text)
                 is_told = call.order.is_prompt_told and resumed is None
                 with leader.dispatcher.submit(submit) as stream:
                     await self._pump(stream, answer, reply, prompt if is_told else None)
-                outcome.answer = answer
+                outcome.answers.append(answer)
                 response = await reply.end(answer)
         except PdrtError as error:
             outcome.code = error.code
@@ -217,15 +257,15 @@ class Serving:
 
     def _tell(self, request: web.Request, outcome: Outcome) -> None:
         self._meter.ended(request.path, outcome.code)
-        if outcome.answer is not None and outcome.code == "ok":
-            self._meter.answered(outcome.answer)
+        for answer in outcome.answers if outcome.code == "ok" else ():
+            self._meter.answered(answer)
         log.info(
             "request_ended",
             request_id=request_id_of(request),
             room=outcome.room,
             path=request.path,
             code=outcome.code,
-            **(outcome.answer.usage() if outcome.answer is not None else {}),
+            **outcome.usage,
         )
 
 

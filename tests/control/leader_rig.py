@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -89,6 +89,7 @@ class ScriptedWorker:
         self.rank, self.ready = Rank(), READY
         self.dispatcher: DPDispatcher | None = None
         self.script: Sequence[Output] | None = None
+        self.answers: Callable[[Submit], Sequence[Output]] | None = None  # else, by what was asked
         self.pause = 0  # turns of the loop between two outputs, so that each is told alone
         self.submitted = deque[Submit]()
         self.aborted = list[tuple[int, str]]()
@@ -100,10 +101,11 @@ class ScriptedWorker:
         match message:
             case Submit():
                 self.submitted.append(message)
-                if self.script is not None and self.pause:
-                    self.say_slowly(message.room, self.script, self.pause)
-                elif self.script is not None:
-                    asyncio.get_running_loop().call_soon(self.say, message.room, *self.script)
+                script = self.answers(message) if self.answers is not None else self.script
+                if script is not None and self.pause:
+                    self.say_slowly(message.room, script, self.pause)
+                elif script is not None:
+                    asyncio.get_running_loop().call_soon(self.say, message.room, *script)
             case AbortRoom(index=index) if index >= 0:
                 self.stopped.append(index)
             case AbortRoom():

@@ -219,8 +219,9 @@ def test_openai_fields_not_served_are_refused_only_when_they_ask_for_something(
         ("chat", {"logprobs": False, "top_logprobs": 3}),
         ("chat", {"logprobs": True, "top_logprobs": 21}),
         ("chat", {"logprobs": 1}),
-        ("completions", {"best_of": 2}),
-        ("completions", {"best_of": 1, "n": 2}),
+        ("completions", {"stream": True, "best_of": 2}),
+        ("completions", {"n": 2, "best_of": 1}),
+        ("completions", {"best_of": 129}),
         ("completions", {"top_logprobs": 3}),
         ("completions", {"prompt_logprobs": 1}),
         ("completions", {"logprobs": True}),
@@ -228,7 +229,7 @@ def test_openai_fields_not_served_are_refused_only_when_they_ask_for_something(
         ("completions", {"echo": "yes"}),
         ("generate", {"sampling_params": {"echo": True}}),
         ("generate", {"sampling_params": {"top_logprobs": 2}}),
-        ("generate", {"sampling_params": {"best_of": 2}}),
+        ("generate", {"stream": True, "sampling_params": {"best_of": 2}}),
         ("generate", {"sampling_params": {"logprobs": True}}),
         ("generate", {"sampling_params": {"prompt_logprobs": 21}}),
         ("generate", {"logprobs": 1}),
@@ -320,6 +321,15 @@ def test_a_prompt_is_text_or_ids(dialect: Dialect, prompt: object, want: object)
 
 
 @pytest.mark.parametrize("dialect", ["generate", "completions"])
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2, 3]]])
+def test_a_batch_is_an_order_a_prompt(dialect: Dialect, prompts: list[object]) -> None:
+    parts = parse(dialect, {"prompt": prompts, "cache_salt": "x"}).parts()
+    assert [part.prompt for part in parts] == prompts
+    assert [part.body["prompt"] for part in parts] == prompts
+    assert all(leg_body("decode", part, LEG, 1)["prompt"] == part.prompt for part in parts)
+
+
+@pytest.mark.parametrize("dialect", ["generate", "completions"])
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
@@ -327,8 +337,10 @@ def test_a_prompt_is_text_or_ids(dialect: Dialect, prompt: object, want: object)
         ([], "prompt is empty"),
         ([[]], "prompt.0"),
         ([""], "prompt.0"),
-        (["a", "b"], "batch"),
-        ([[1], [2]], "batch"),
+        (["a"] * 129, "prompt: List should have at most 128 items"),
+        ([[1]] * 129, "prompt: List should have at most 128 items"),
+        (["a", [1]], "prompt.1"),
+        ([[1], "a"], "prompt.1"),
         (3, "prompt"),
         (None, "prompt"),
         ({}, "prompt"),

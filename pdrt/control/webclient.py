@@ -1,0 +1,51 @@
+"""A leader's client whose answer is made of parts: chunks at its own pace, and an honest end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiohttp import web
+
+from pdrt.control.exchange import ClientGone
+from pdrt.control.http import cut_off, end_with_error
+from pdrt.errors import PdrtError
+
+
+class WebClient:
+    """Carries one answer; `response` is what the handler returns, once it has begun."""
+
+    def __init__(self, request: web.Request, stage: str) -> None:
+        self._request, self._stage = request, stage
+        self.response: web.StreamResponse | None = None
+        self._ends_event = True
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.response = web.StreamResponse(status=status, headers=headers)
+        try:
+            await self.response.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGone from error
+
+    async def write(self, chunk: bytes) -> None:
+        assert self.response is not None, "start comes before write"
+        try:
+            await self.response.write(chunk)
+        except ConnectionError as error:
+            raise ClientGone from error
+        self._ends_event = chunk.endswith(b"\n\n")
+
+    async def finish(self) -> None:
+        assert self.response is not None, "start comes before finish"
+        try:
+            await self.response.write_eof()
+        except ConnectionError as error:
+            raise ClientGone from error
+
+    async def break_off(self, error: PdrtError) -> None:
+        """An event stream ends with an error event; anything else by breaking the connection."""
+        assert self.response is not None, "start comes before break_off"
+        if self.response.content_type != "text/event-stream":
+            cut_off(self._request)
+        else:
+            gap = b"" if self._ends_event else b"\n\n"
+            await end_with_error(self._request, self.response, error, self._stage, gap)
