@@ -280,6 +280,59 @@ def bench_serve(
     raise typer.Exit(serve(asked, Report(json_file, plot, quiet), Console(highlight=False)))
 
 
+@bench.command(
+    "faults",
+    epilog="Examples: `pdrt bench faults` · `pdrt bench faults --only 'gone,mid-stream'` · a router"
+    " that runs already, in front of 127.0.0.1:31001, 31002 (prefill) and 31011, 31012 (decode):"
+    " `pdrt bench faults --url other=http://127.0.0.1:30000 --deadline 600`",
+)
+def bench_faults(
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Routers that run already, URL or NAME=URL. [default: pdrt's is started]"
+        ),
+    ] = None,
+    only: Annotated[str, typer.Option(help="Rows with one of these words, comma-separated.")] = "",
+    deadline: Annotated[
+        float, typer.Option(min=0.5, max=3600.0, help="Seconds that a request may take there.")
+    ] = 2.0,
+    slow_reader: Annotated[
+        float, typer.Option(min=0.5, max=3600.0, help="Seconds that a reader may stand still.")
+    ] = 3.0,
+    model: Annotated[str, typer.Option(help="What requests name.")] = "scripted",
+    api_key: Annotated[
+        str,
+        typer.Option(envvar="PDRT_API_KEY", show_default=False, help="If the routers want one."),
+    ] = "",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Without the rows that wait for long limits.")
+    ] = False,
+    json_file: Annotated[str, typer.Option("--json", help="Write the rows here.")] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
+) -> None:
+    """What a router answers when something goes wrong, when, and when both legs are let go.
+
+    Backends that do wrong on command, clients that leave or send junk: a row each, with a verdict.
+    """
+    from pdrt.bench.faults import Asked, faults
+    from pdrt.bench.faults_verdict import Limits
+    from pdrt.bench.serve import servers_of
+    from pdrt.bench.shell import Report
+
+    asked = Asked(
+        servers=servers_of(url or []),
+        only=only,
+        is_quick=quick,
+        limits=Limits(deadline_s=deadline, slow_reader_s=slow_reader),
+        api_key=api_key,
+        model=model,
+    )
+    report = Report(json_file, is_quiet=quiet)
+    environ = config.process_environ()
+    raise typer.Exit(faults(asked, report, Console(highlight=False), environ))
+
+
 def _bench_key(address: str, option: str) -> ClusterKey:
     """The cluster key of both ends: named, or on loopback the user's. Raises ConfigError."""
     from pdrt.bench.control_line import split_address
