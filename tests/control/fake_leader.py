@@ -216,8 +216,8 @@ class FakeLeader:
                 await partner.arrived.wait()
 
     def has_seen(self, body: Json) -> bool:
-        rooms = (each.room for each in (*self.seen, *self.seen_canaries))
-        return body.get("bootstrap_room") in rooms
+        room = body.get("bootstrap_room")
+        return any(each.room == room for each in (*self.seen, *self.seen_canaries))
 
     @property
     def is_running(self) -> bool:

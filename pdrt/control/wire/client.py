@@ -295,6 +295,11 @@ class Pool:
                 each.close()
         self._free = kept
 
+    @property
+    def open(self) -> int:
+        """How many connections there are."""
+        return len(self._all)
+
     async def close(self) -> None:
         for each in tuple(self._all):
             each.abort()
