@@ -72,7 +72,7 @@ def open_vocabulary(path: str, vocab: int, eos: Collection[int]) -> LLTokenizer:
         text = (Path(path) / "tokenizer.json").read_text("utf-8")
         fits = max(vocab, _tokens_in(text))
         return LLTokenizer(text, n_vocab=fits, eos_token=sorted(eos))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise BadRequest(f"llguidance cannot use this model's tokenizer: {error}"[:500]) from error
 
 
