@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from pdrt.device import sampler
 from pdrt.device.batch import Draw
@@ -22,7 +24,9 @@ from pdrt.device.grammars import Grammars
 from pdrt.device.null import EOS, NullRunner
 from pdrt.errors import BadRequest
 from pdrt.messages import Grammar, Sampling
-from tests.device.loop import Loop
+from pdrt.modelspec import ModelSpec
+from tests.device import tiny, worded
+from tests.device.loop import Loop, Sequence_
 
 VOCAB = 257
 PROMPT = [65, 66]
@@ -213,3 +217,39 @@ def test_a_group_of_answers_is_bound_each_by_itself() -> None:
     tokens = {token for token, _ in sampler.draw(logits, draws, grammars())}
     assert len(tokens) > 1
     assert tokens <= set(b"0123456789")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    worded.write_model(directory := tmp_path_factory.mktemp("model") / "words")
+    return directory
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_a_real_model_of_random_weights_says_what_the_schema_says(
+    model: Path, temperature: float
+) -> None:
+    """Alone, in company, and handed over after its first token, where all is made anew."""
+    spec = ModelSpec.read(model)
+    assert (spec.eos_token_ids, spec.vocab) == (frozenset({worded.END}), tiny.VOCAB)
+    wanted = Sampling(temperature=temperature, seed=6, grammar=schema(PERSON))
+    prompts = [tiny.prompt(length, 5) for length in (3, 9, 20)]
+    one, other = Loop(tiny.runner(model)), Loop(tiny.runner(model), seed=2)
+    alone = [finished(one, [one.sequence(prompt, 200, wanted)])[0] for prompt in prompts]
+    text = Tokenizer.from_file(str(model / "tokenizer.json"))
+    for said in alone:
+        jsonschema.validate(json.loads(text.decode(said)), PERSON)
+
+    assert finished(other, [other.sequence(p, 200, wanted) for p in prompts], chunk=7) == alone
+
+    here = one.sequence(prompts[1], 200, wanted)
+    one.run([here], 1)
+    there = one.hand_over(here, other, len(alone[1]) + 1)
+    assert finished(other, [there]) == [alone[1]]
+
+
+def finished(loop: Loop, sequences: list[Sequence_], chunk: int = 512) -> list[list[int]]:
+    """What they say before their end."""
+    while lacking := [s for s in sequences if not s.output or s.output[-1] != worded.END]:
+        loop.step(lacking, chunk)
+    return [s.output[:-1] for s in sequences]

@@ -195,31 +195,14 @@ async def test_what_cannot_be_is_refused_by_name_before_any_work(
     await cluster.until_baseline()
 
 
-def write_model(directory: Path) -> None:
-    """Random weights; one token a byte, some of several, an end, and logits for no token at all."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    from tests.device import tiny
-
-    tiny.make("smollm2", directory)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = [*alphabet, '{"', '":', ', "', "Ġthe", "ing", "00", "},", "]}"]
-    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = json.loads((directory / "config.json").read_text())
-    assert len(names) + 1 < config["vocab_size"]
-    config["eos_token_id"] = len(names)
-    (directory / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 async def test_a_model_of_random_weights_says_what_schemas_say_on_every_path(
     tmp_path: Path,
 ) -> None:
     """Alone, in a batch, in a pool that is too small, and on a pair: the same valid answers."""
+    from tests.device.worded import write_model
+
     write_model(model := tmp_path / "model")
     device: Tables = {
         "model": {"path": str(model), "dtype": "float32"},
@@ -238,7 +221,7 @@ async def test_a_model_of_random_weights_says_what_schemas_say_on_every_path(
     cluster = Cluster.make(tmp_path, 1, 1, 0, device, per_role=roles, router=PATIENT)
     cluster.add_node("hybrid0", "hybrid", device, large)
     cluster.add_node("hybrid1", "hybrid", device, small)
-    cluster.startup_s = cluster.answer_s = 120.0
+    cluster.startup_s = cluster.answer_s = 240.0
     rng = random.Random(1)
     asked = [
         {
