@@ -1,8 +1,7 @@
-"""Whether a prompt is computed by the decode instance itself: when that brings the first token
-sooner than a prefill instance and the way of its KV would.
+"""Whether a prompt is computed by the decode instance itself, for that brings its answer sooner.
 
-Under `auto` both are measured: the time to the first token of streams, a straight line over the
-tokens to compute for each way. Older requests fade, and now and then a short prompt goes the other
+Under `auto` both ways are measured: the time to the first token of streams, for each a straight
+line over the tokens to compute. Older requests fade, and now and then a short prompt goes the other
 way, to see whether what was true still is.
 """
 
