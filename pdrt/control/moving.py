@@ -157,10 +157,10 @@ class Mover:
         """Another one; or one that failed and has been heard of since. Raises PdrtError."""
         fleet, pinned = self._tools.fleet, self._ticket.pinned
         try:
-            return fleet.pick(pinned, self._tried.keys())
+            return fleet.pick(pinned=pinned, without=self._tried.keys())
         except PdrtError:
             stale = [each for each, status in self._tried.items() if each.status is status]
-            return fleet.pick(pinned, stale)
+            return fleet.pick(pinned=pinned, without=stale)
 
 
 def may_help(failure: Failure, *, is_refusal: bool) -> bool:
