@@ -175,6 +175,7 @@ class TimeoutsSection(Section):
     heartbeat_timeout_s: Duration = 0.45
     lease_s: Duration = 10.0
     rebind_grace_s: Duration = 1.0
+    move_s: Duration = 1.5
     drain_s: Duration = 30.0
     quarantine_grace_s: Duration = 30.0
     connect_s: Duration = 2.0
@@ -259,6 +260,8 @@ class PolicySection(Section):
     decode: PolicyName = "least_loaded"
     canary: bool = True  # ready only when a pair has really served; false: not pdrt, no token
     max_in_flight: Positive = 4096  # beyond: 429
+    migrate: bool = True  # a stream whose decode instance dies goes on with another one ...
+    max_moves: Annotated[int, Field(ge=1, le=100)] = 3  # ... so many times at most
 
 
 Targets = Annotated[tuple[Target, ...], Field(strict=False)]

@@ -112,6 +112,8 @@ class Router:
             mint_room=self.mint_room,
             clocks=self.clocks,
             rebind_grace_s=timeouts.rebind_grace_s,
+            max_moves=self.config.policy.max_moves if self.config.policy.migrate else 0,
+            move_s=timeouts.move_s,
         )
         self.fleet.told = self._tell
         self.watching = asyncio.create_task(self._watch(self.tools))
@@ -280,6 +282,8 @@ class Router:
         if relay.first_byte_at is not None:
             self.metrics.first_byte.observe(relay.first_byte_at - started)
         self.metrics.retries.inc(relay.route.tries)
+        if relay.route.moves:
+            self.metrics.moved.inc(relay.route.moves)
         failure = relay.failure
         tell = log.warning if failure else log.info
         tell(

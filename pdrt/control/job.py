@@ -21,6 +21,11 @@ class Job(Protocol):
     def stream(self) -> bool: ...
 
     @property
+    def sequences(self) -> int:
+        """Answers to one prompt."""
+        ...
+
+    @property
     def prompt_weight(self) -> int:
         """Tokens that prefill computes, about."""
         ...
@@ -51,6 +56,10 @@ class OrderJob:
         return self.order.stream
 
     @property
+    def sequences(self) -> int:
+        return self.order.drawn
+
+    @property
     def prompt_weight(self) -> int:
         prompt = self.order.prompt
         return weight_of(list(prompt.turns) if isinstance(prompt, Chat) else prompt)
@@ -76,6 +85,10 @@ class PlainJob:
     @property
     def stream(self) -> bool:
         return self.fields.get("stream") is True
+
+    @property
+    def sequences(self) -> int:
+        return 1
 
     @property
     def prompt_weight(self) -> int:

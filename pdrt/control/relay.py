@@ -32,6 +32,7 @@ from pdrt.control.legs import (
     FinishAnswer,
     InstanceReplaced,
     JoinedLate,
+    LookForAnother,
     OpenDecode,
     OpenPrefill,
     PairReplaced,
@@ -45,6 +46,7 @@ from pdrt.control.legs import (
     begin,
     feed,
 )
+from pdrt.control.moving import Mover
 from pdrt.control.passon import DecodeLeg, Way
 from pdrt.control.schema import Leg as LegFields
 from pdrt.control.ticket import Alarm, Client, Ticket, Tools
@@ -94,6 +96,8 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
         self._alarm: Alarm | None = None
         self._token: tuple[int, int, str] | None = None
+        self._mover = Mover(ticket, tools, self.say)
+        self._created = created
         self._lines = b"x-request-id: %b\r\n%b" % (ticket.request_id.encode(), ticket.lines)
 
     @property
@@ -161,6 +165,7 @@ class Relay:
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm = None
+        self._mover.cancel()
         self._cancel_prefill()
         self._cancel_decode()
         self._ended(self)
@@ -191,6 +196,8 @@ class Relay:
             event = PrefillFailed(event.leg, Failure.of(lost))
         if not isinstance(event, PrefillFailed | DecodeFailed):
             return event
+        if isinstance(event, DecodeFailed) and self.route.may_move(event):
+            return self._mover.considered(event, self.route, self._culprit(event))
         if not (self.ticket.may_retry and self.route.may_replace(event)):
             return event
         if self.route.tries + 1 >= MAX_TRIES:
@@ -240,16 +247,23 @@ class Relay:
                 self._open_decode(leg)
             case OpenPrefill(leg):
                 self._open_prefill(leg)
-            case StartAnswer():
-                self._start_answer()
             case CancelPrefill():
                 self._cancel_prefill()
-            case FinishAnswer():
-                self._client.finish()
             case CancelDecode():
                 self._cancel_decode()
             case Rebind(leg):
                 self._rebind(leg)
+            case LookForAnother(leg):
+                self._mover.look(leg)
+            case StartAnswer() | FinishAnswer() | BreakAnswer() | Refuse():
+                self._answer(effect)
+
+    def _answer(self, effect: StartAnswer | FinishAnswer | BreakAnswer | Refuse) -> None:
+        match effect:
+            case StartAnswer():
+                self._start_answer()
+            case FinishAnswer():
+                self._client.finish()
             case BreakAnswer(failure):
                 self.failure = failure
                 self._client.break_off(failure.error)
@@ -276,18 +290,28 @@ class Relay:
         leg.call = self._post(prefill, "prefill", leg)
 
     def _open_decode(self, number: int) -> None:
+        self.choice = self._mover.choice or self.choice
         decode, is_alone = self.choice.decode, self.choice.prefill is None
 
         def lost(error: PdrtError) -> None:
-            self.say(DecodeFailed(number, Failure.of(error, elsewhere=True)))
+            if self._decode is not None and self._decode.number == number:
+                self._decode.lose(error)
 
+        mover, is_resumed = self._mover, self.route.moves > 0
+        moving = mover.moving if is_resumed else mover.begin(self.path_label, self._shown_room)
         leg = DecodeLeg(
             number,
             self,
             decode,
             self._hold(decode, self.ticket.job.answer_weight, 0, lost),
             self._client,
-            Way(self.ticket.job.stream, not is_alone and self._needs_prefill, self._merge),
+            Way(
+                self.ticket.job.stream,
+                not is_alone and self._needs_prefill,
+                None if is_resumed else self._merge,
+                moving,
+                is_resumed,
+            ),
         )
         self._decode = leg
         leg.call = self._post(decode, "hybrid" if is_alone else "decode", leg)
@@ -325,13 +349,17 @@ class Relay:
     def _start_answer(self) -> None:
         assert self._decode is not None, "it has answered"
         self.first_byte_at = self._tools.clocks.clock()
+        self._decode.go(self._shown_path(), self._told, self._shown_room)
+
+    @property
+    def _shown_room(self) -> int:
         own = self.ticket.client_room
-        self._decode.go(self._shown_path(), self._told, self.route.room if own is None else own)
+        return self.route.room if own is None else own
 
     def _shown_path(self) -> str:
-        """What decode says itself, unless the router knows better."""
+        """What decode was told to say; a plain backend may know better."""
         said = self._decode.headers.get(b"x-pd-path", b"") if self._decode else b""
-        if said and not self.choice.fallback:
+        if said and self._tools.is_plain and not self.choice.fallback:
             return said.decode("latin-1")
         return self.path_label
 
@@ -350,17 +378,21 @@ class Relay:
     def _leg(self) -> LegFields:
         prefill, left = self.choice.prefill, self._time_left()
         host, port = prefill.bootstrap if prefill else (None, None)
+        moving = self._mover.moving
         return LegFields.model_construct(  # ours: nothing to check
             bootstrap_room=self.route.room,
             attempt=self.route.attempt,
             time_left_s=left,
             transfer_token=self._transfer_token(left),
             request_id=self.ticket.request_id,
-            client_room=self.ticket.client_room,
+            client_room=moving.room if moving else self.ticket.client_room,
             bootstrap_host=host,
             bootstrap_port=port,
             disagg_prefill_dp_rank=self.choice.dp_rank if prefill else -1,
-            created=self._merge.created if self._merge else None,
+            created=self._created if moving or self._merge else None,
+            path=moving.path if moving else self.path_label,
+            marks=moving is not None,
+            resumed=self._mover.resumed,
         )
 
     def _transfer_token(self, left: float) -> str:

@@ -72,6 +72,8 @@ class Tools:
     mint_room: Callable[[], int]
     clocks: Clocks
     rebind_grace_s: float
+    max_moves: int = 0  # of one stream, each when its decode instance is lost
+    move_s: float = 0.0  # how long an instance is looked for that goes on with it
 
     @property
     def is_plain(self) -> bool:
