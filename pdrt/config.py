@@ -23,7 +23,9 @@ from pdrt.settings import check as check
 Role = Literal["prefill", "decode", "hybrid"]
 NetworkName = Literal["tcp", "nixl", "mooncake", "memfabric"]
 TransportName = Literal["shm", NetworkName]
-PolicyName = Literal["round_robin", "least_loaded"]
+PolicyName = Literal[
+    "room", "round_robin", "least_loaded", "power_of_two", "consistent_hash", "prefix_aware"
+]
 Positive = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Duration = Annotated[float, Field(gt=0, le=86400)]
@@ -252,6 +254,7 @@ class Target(Section):
 
     http: str
     bootstrap: str = ""
+    model: str = ""  # of a backend that is not pdrt; pdrt instances say what they serve
 
 
 class PolicySection(Section):
@@ -259,6 +262,7 @@ class PolicySection(Section):
     decode: PolicyName = "least_loaded"
     canary: bool = True  # ready only when a pair has really served; false: not pdrt, no token
     max_in_flight: Positive = 4096  # beyond: 429
+    default_model: str = ""  # of requests that name none, where several are served
 
 
 Targets = Annotated[tuple[Target, ...], Field(strict=False)]

@@ -125,7 +125,9 @@ class Lead:
             hire(rank) if grid.node_of(parallel, rank) == 0 else self._nodes.rank(rank)
             for rank in grid.all_ranks(parallel)
         ]
-        self._dispatcher = dispatcher = DPDispatcher(lanes(handles, side.told), time.monotonic)
+        self._dispatcher = dispatcher = DPDispatcher(
+            lanes(handles, side.told), time.monotonic, is_prefill=role == "prefill"
+        )
         self._nodes.is_idle = dispatcher.is_idle_on
         dp_ranks = sorted({handle.rank.dp for handle in handles})
         self.parts = Parts(
@@ -167,7 +169,12 @@ class Lead:
         config, spec = setting.config, setting.spec
         takes_prompts = parts.role == "decode" and config.scheduler.local_prefill
         shown = Shown(
-            parts, setting.model, spec.max_model_len, time.monotonic, takes_prompts=takes_prompts
+            parts,
+            setting.model,
+            spec.max_model_len,
+            time.monotonic,
+            takes_prompts,
+            config.scheduler.max_waiting,
         )
         return Leader(
             role=parts.role,

@@ -20,14 +20,16 @@ from pdrt.control.batch import Batch
 from pdrt.control.canary import try_pairs
 from pdrt.control.claims import claimed
 from pdrt.control.client import HttpClient
-from pdrt.control.fleet import Fleet
+from pdrt.control.fleet import Fleet, listed
 from pdrt.control.http import Json, is_api_key
 from pdrt.control.job import Job, OrderJob, PlainJob
 from pdrt.control.join import Joiner
 from pdrt.control.legs import Failure
 from pdrt.control.order import Order
+from pdrt.control.policy import Ask
 from pdrt.control.relay import Client, Clocks, Relay, Ticket, Tools
 from pdrt.control.routermetrics import RouterMetrics
+from pdrt.control.session import session_of
 from pdrt.control.upstream import Upstream, open_session
 from pdrt.control.wire.exchange import NO_PATH, Exchange
 from pdrt.control.wire.reply import Reply
@@ -66,6 +68,7 @@ class _Read:
     """A client's body, understood."""
 
     job: Job
+    ask: Ask
     client_room: int | None
     pin: order.Pin | None
     timeout_s: float | None
@@ -223,6 +226,7 @@ class Router:
             deadline=started + (read.timeout_s or self.config.timeouts.request_s),
             client_room=read.client_room,
             pinned=pinned,
+            ask=read.ask,
         )
         client = HttpClient(exchange)
         if read.batch is None:
@@ -239,7 +243,8 @@ class Router:
     ) -> tuple[Failure | None, str]:
         """The failure that the client has not heard of, and which path it was on."""
         assert self.tools is not None, "requests come while the application runs"
-        relay = Relay(ticket, self.fleet.pick(ticket.pinned), self.tools, client)
+        choice = self.fleet.pick(ticket.ask, ticket.pinned)
+        relay = Relay(ticket, choice, self.tools, client)
         self.relays.add(relay)
         try:
             return await relay.run(), relay.path_label
@@ -253,9 +258,10 @@ class Router:
         """Each prompt is a request of its own: chosen, retried and counted by itself."""
         batch, failed = Batch(Joiner(batched), client), list[tuple[Failure, str]]()
 
-        async def one(index: int, job: Job) -> bool:
+        async def one(index: int, job: OrderJob) -> bool:
             try:
-                carried = self._carry(replace(ticket, job=job), batch.part(index), started)
+                own = replace(ticket, job=job, ask=self._ask_of_part(ticket.ask, job))
+                carried = self._carry(own, batch.part(index), started)
                 failure, path = await carried
             except PdrtError as error:  # nobody is there to serve it
                 failure, path = Failure.of(error), NO_PATH
@@ -273,17 +279,36 @@ class Router:
             return failed[0]
         return (Failure.of(batch.broken), NO_PATH) if batch.broken else (None, NO_PATH)
 
+    def _ask_of_part(self, whole: Ask, job: OrderJob) -> Ask:
+        """Each prompt of a batch is chosen for by itself, in a room of its own."""
+        return Ask(
+            whole.model,
+            self.mint_room(),
+            job.prompt,
+            job.prompt_weight,
+            whole.session,
+            whole.session_from,
+            whole.salt,
+        )
+
     def _read(self, request: Request) -> _Read:
         body = request.json()
+        session, session_from = session_of(request.header, body)
+        ask = Ask(room=self.mint_room(), session=session, session_from=session_from)
         if self.key is None:
             plain = PlainJob(body)
-            return _Read(plain, None, plain.pin, None)
+            named = body.get("model")
+            ask.model = named if isinstance(named, str) else ""
+            ask.prompt, ask.weight = plain.prompt, plain.prompt_weight
+            return _Read(plain, ask, None, plain.pin, None)
         found = order.parse(order.PATHS[request.path], body)
         if found.request_id:
             request.id = found.request_id
         job = OrderJob(found, seed=secrets.randbits(63))
+        ask.model, ask.salt = found.model or "", found.salt
+        ask.prompt, ask.weight = job.prompt, job.prompt_weight
         batch = found if found.prompts else None
-        return _Read(job, found.client_room, found.pin, found.timeout_s, batch)
+        return _Read(job, ask, found.client_room, found.pin, found.timeout_s, batch)
 
     def _look_idle(self) -> None:
         if self.draining and not self.admitted:
@@ -343,14 +368,20 @@ class Router:
         }
 
     async def models(self, _request: Request) -> Reply:
-        said = [each.status for each in self.fleet.instances if each.status]
-        names = sorted({status.model for status in said if status.model})
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "pdrt"} for name in names]
-        return Reply.json({"object": "list", "data": data})
+        return Reply.json({"object": "list", "data": self.fleet.told_models()})
+
+    async def model(self, request: Request) -> Reply:
+        named = "/".join(request.params.values())  # a model's name may have an owner's before it
+        for told in self.fleet.told_models():
+            if told["id"] == named:
+                return Reply.json(told)
+        raise NotFound(f"model {named!r} is not served here; {listed(self.fleet.models)}")
 
     async def metrics_text(self, _request: Request) -> Reply:
         self.metrics.in_flight.set(self.admitted)
         self.metrics.ready.set(self.fleet.is_ready and not self.draining)
+        self.metrics.instance_up.clear()  # who has left must not be told of any more
+        self.metrics.instance_requests.clear()
         for each in self.fleet.instances:
             self.metrics.instance_up.labels(each.name).set(each.is_routable)
             self.metrics.instance_requests.labels(each.name).set(each.load.requests)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import field
 from typing import Final, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
@@ -16,11 +17,22 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from pdrt.config import PolicyName, Role, Target
-from pdrt.control.policy import Load, choose
+from pdrt.control.policy import Ask, Load, choose, mark_of
+from pdrt.control.prefixes import Prefixes
 from pdrt.data.peer import Beat, Died, Event, Health, Miss, feed
 from pdrt.errors import BadMessage, ConfigError, PdrtError, PeerLost
 
 log = structlog.get_logger(__name__)
+
+
+@checked(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="ignore"))
+class Told:
+    """What a leader carries, all its routers' requests together."""
+
+    tokens: int = 0  # of the requests in hand: prompts, and in decode what may follow them
+    kv_tokens: int = 0  # that its KV pools hold for requests
+    pool_tokens: int = 0  # that they could hold; 0: not known
+    is_full: bool = False  # one more request would be refused with 429
 
 
 @checked(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="ignore"))
@@ -35,6 +47,8 @@ class Status:
     bootstrap_port: int | None = None
     ready_ranks: tuple[int, ...] = (0,)
     last_fault_at: float | None = None
+    max_model_len: int = 0
+    load: Told = field(default_factory=Told, compare=False)  # it changes all the time
 
     @property
     def is_ready(self) -> bool:
@@ -42,6 +56,9 @@ class Status:
 
 
 _STATUS: Final = TypeAdapter(Status)
+FULL_LOOK_S: Final = 0.1  # a full instance has room again at any moment
+ANY: Final = Ask()
+NOTHING: Final = Prefixes(0)
 
 
 def read_status(body: object) -> Status:
@@ -65,6 +82,14 @@ class Listener(Protocol):
 
     def changed(self) -> None:
         """Health or status differ from before."""
+        ...
+
+    def serves(self, instance: Instance) -> None:
+        """It serves another model than it said before."""
+        ...
+
+    def rested(self, instance: Instance) -> None:
+        """Its last request has ended."""
         ...
 
 
@@ -99,7 +124,9 @@ class Instance:
         self.status: Status | None = None
         self.reason = "not heard of yet"
         self.is_known = False  # it has answered once
-        self.load = Load()
+        self.model = target.model  # what it said last that it serves
+        self.load = Load(mark=mark_of(where))
+        self.is_full = False  # it said so, or refused for it, since its last beat
         self.nudged = asyncio.Event()  # look again now
         self.signs = 0  # of life: rises with every piece of an answer
         self._bootstrap = _host_port(target.bootstrap or where)
@@ -131,9 +158,27 @@ class Instance:
             return said.bootstrap_host, said.bootstrap_port
         return self._bootstrap
 
-    def choose_rank(self, policy: PolicyName) -> int:
+    def choose_rank(self, policy: PolicyName, ask: Ask = ANY, held: Prefixes = NOTHING) -> int:
         ready = self.status.ready_ranks if self.status else (0,)
-        return choose(policy, {rank: self._rank(rank) for rank in ready})
+        if len(ready) == 1 and policy != "prefix_aware":
+            return ready[0]
+        return ready[choose(policy, [self._rank(rank) for rank in ready], ask, held).at]
+
+    def seat(self, held: Prefixes, rank: int) -> int:
+        """The bit that stands for a rank of its present life in the index of prefixes."""
+        load = self._rank(rank)
+        if not load.seats:
+            load.seats = held.take_seat()
+            self.load.seats |= load.seats
+        return load.seats
+
+    def leave_seats(self, held: Prefixes) -> None:
+        """What its caches held is gone."""
+        self.load.seats = 0
+        for load in self._ranks.values():
+            if load.seats:
+                held.give_seat(load.seats)
+                load.seats = 0
 
     def hold(
         self, tokens: int, dp_rank: int, turn: int, on_lost: Callable[[PdrtError], None]
@@ -150,16 +195,31 @@ class Instance:
         self._holds.discard(hold)
         for load in (self.load, self._rank(hold.dp_rank)):
             load.give(tokens)
+        if not self._holds:
+            self._listener.rested(self)
 
     def heard(self, status: Status) -> None:
         """It answered. A new epoch is a new peer: what the old one carried is lost."""
         before, self.status, self.is_known = self.status, status, True
+        if status.model and status.model != self.model:
+            self.model = status.model
+            self._listener.serves(self)
+        said, was_full = status.load, self.is_full
+        self.load.elsewhere = max(0, max(said.tokens, said.kv_tokens) - self.load.tokens)
+        self.is_full = said.is_full
         if before is not None and before.instance_epoch != status.instance_epoch:
             self._lose(f"{self.name} was restarted")
         elif before is not None and before.last_fault_at != status.last_fault_at:
             self._listener.faulted(self)
         self._step(Beat(), "")
-        if before != status:
+        if before != status or was_full is not self.is_full or _pool(before) != said.pool_tokens:
+            self._listener.changed()
+
+    def overflowed(self) -> None:
+        """It refused a request because it is full: until its next beat others are asked first."""
+        if not self.is_full:
+            self.is_full = True
+            self.nudged.set()
             self._listener.changed()
 
     def missed(self, reason: str) -> None:
@@ -187,7 +247,14 @@ class Instance:
             hold.on_lost(PeerLost(reason))
 
     def _rank(self, dp_rank: int) -> Load:
-        return self._ranks.setdefault(dp_rank, Load())
+        load = self._ranks.get(dp_rank)
+        if load is None:
+            load = self._ranks[dp_rank] = Load(mark=mark_of(f"{self.url} {dp_rank}"))
+        return load
+
+
+def _pool(status: Status | None) -> int:
+    return status.load.pool_tokens if status else 0
 
 
 Probe: TypeAlias = Callable[[Instance], Awaitable[Status]]
@@ -209,7 +276,7 @@ async def watch(instance: Instance, probe: Probe, every: float, within: float) -
             instance.heard(status)
         if instance.health is Health.SUSPECT and before is not Health.SUSPECT:
             continue  # the second look decides, and nobody should wait for it
-        await _pause(instance, every)
+        await _pause(instance, min(every, FULL_LOOK_S) if instance.is_full else every)
 
 
 async def _pause(instance: Instance, seconds: float) -> None:

@@ -51,9 +51,14 @@ class OrderJob:
         return self.order.stream
 
     @property
-    def prompt_weight(self) -> int:
+    def prompt(self) -> object:
+        """Text, ids or turns."""
         prompt = self.order.prompt
-        return weight_of(list(prompt.turns) if isinstance(prompt, Chat) else prompt)
+        return list(prompt.turns) if isinstance(prompt, Chat) else prompt
+
+    @property
+    def prompt_weight(self) -> int:
+        return weight_of(self.prompt)
 
     @property
     def answer_weight(self) -> int:
@@ -78,9 +83,13 @@ class PlainJob:
         return self.fields.get("stream") is True
 
     @property
-    def prompt_weight(self) -> int:
+    def prompt(self) -> object:
         names = ("prompt", "text", "input_ids", "messages")
-        return weight_of(next((self.fields[n] for n in names if n in self.fields), None))
+        return next((self.fields[n] for n in names if n in self.fields), None)
+
+    @property
+    def prompt_weight(self) -> int:
+        return weight_of(self.prompt)
 
     @property
     def answer_weight(self) -> int:

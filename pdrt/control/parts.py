@@ -53,6 +53,16 @@ class Work(Protocol):
         ...
 
     @property
+    def tokens(self) -> int:
+        """How many these are."""
+        ...
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more would be refused."""
+        ...
+
+    @property
     def is_idle(self) -> bool:
         """Whether the node may go: no request is on its workers, nor will be when it drains."""
         ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Protocol, TypeAlias
 
@@ -51,9 +51,17 @@ from pdrt.control.legs import (
     feed,
 )
 from pdrt.control.merge import MERGED_ANSWER, Merge
+from pdrt.control.policy import Ask
 from pdrt.control.schema import Leg
 from pdrt.control.upstream import Answer, Upstream
-from pdrt.errors import DeadlinePassed, PdrtError, PeerLost, TransferFailed, Unavailable
+from pdrt.errors import (
+    DeadlinePassed,
+    Overloaded,
+    PdrtError,
+    PeerLost,
+    TransferFailed,
+    Unavailable,
+)
 from pdrt.keys import ClusterKey
 
 MAX_TRIES: Final = 3
@@ -123,6 +131,7 @@ class Ticket:
     deadline: float
     client_room: int | None = None
     pinned: Instance | None = None
+    ask: Ask = field(default_factory=Ask)  # what choices go by; `room` is that of the first try
     may_retry: bool = True
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -132,7 +141,8 @@ class Relay:
 
     def __init__(self, ticket: Ticket, choice: Choice, tools: Tools, client: Client) -> None:
         self.ticket, self.choice = ticket, choice
-        self.route, self._first = begin(tools.mint_room(), alone=choice.prefill is None)
+        room = ticket.ask.room or tools.mint_room()
+        self.route, self._first = begin(room, alone=choice.prefill is None)
         self.first_byte_at: float | None = None
         self.status = 0  # what the client was answered; 0 = nothing
         self.failure: Failure | None = None
@@ -203,7 +213,7 @@ class Relay:
             return event
         try:
             replaced = self._replaced(event)
-        except Unavailable:
+        except (Unavailable, Overloaded):
             return event
         log.warning(
             "retried",
@@ -222,13 +232,13 @@ class Relay:
         if isinstance(event, PrefillFailed) and not self._tools.is_plain and is_kept:
             if pinned is not None:
                 raise Unavailable("the client wants this prefill instance")
-            self.choice = fleet.pick_prefill(self.choice.decode, self._tried)
+            self.choice = fleet.pick_prefill(self.choice.decode, self._tried, self.ticket.ask)
             return PrefillReplaced(event.leg)
-        choice = fleet.pick(pinned, self._tried)
+        room = self._tools.mint_room()
+        choice = fleet.pick(replace(self.ticket.ask, room=room), pinned, self._tried)
         if (choice.prefill is None) != (self.choice.prefill is None):
             raise Unavailable("only an instance of another kind is left")
         self.choice = choice
-        room = self._tools.mint_room()
         return InstanceReplaced(room) if choice.prefill is None else PairReplaced(room)
 
     def _culprit(self, event: PrefillFailed | DecodeFailed) -> Instance:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -21,6 +20,7 @@ from pdrt.control.fleet import Fleet
 from pdrt.control.front import STAGE, Router
 from pdrt.control.listen import listen
 from pdrt.control.relay import Clocks
+from pdrt.control.rooms import Rooms, router_of
 from pdrt.control.wire.server import Server
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
@@ -31,17 +31,12 @@ CLOSE_S: Final = 1.0  # for connections whose requests have ended
 log = structlog.get_logger(__name__)
 
 
-def mint_room() -> int:
-    """63 random bits: no client can choose or guess a room."""
-    return secrets.randbits(63)
-
-
 def make_router(
     config: RouterConfig,
     key: ClusterKey | None,
     *,
     clocks: Clocks | None = None,
-    mint: Callable[[], int] = mint_room,
+    mint: Callable[[], int] | None = None,
 ) -> Router:
     """A router with all its routes. With `policy.canary = false` instances are plain backends."""
     shared = key if config.policy.canary else None
@@ -50,11 +45,13 @@ def make_router(
             "[security] key_file: the router needs the cluster key of its instances"
             " (or [policy] canary = false in front of plain backends)"
         )
-    router = Router(config, shared, clocks or Clocks(), mint, Fleet.of(config))
+    router = Router(config, shared, clocks or Clocks(), mint or Rooms().mint, Fleet.of(config))
     routes = router.routes
     for path in order.PATHS:
         routes.add_stream("POST", path, router.serve)
     routes.add("GET", "/v1/models", router.models)
+    routes.add("GET", "/v1/models/{name}", router.model)
+    routes.add("GET", "/v1/models/{owner}/{name}", router.model)
     routes.add("GET", "/health", router.health)
     routes.add("GET", "/ready", router.ready)
     routes.add("GET", "/metrics", router.metrics_text)
@@ -85,7 +82,7 @@ async def serve(config: RouterConfig, say: Callable[[str], None]) -> int:
         await server.start(listening)
         try:
             url = f"http://{bracketed(config.local_ip)}:{listening.getsockname()[1]}"
-            log.info("listening", url=url)
+            log.info("listening", url=url, router=router_of(router.mint_room()))
             say(f"router listening on {url}")
             garbage.settle()
             return await _until_asked(router, config.timeouts.drain_s)

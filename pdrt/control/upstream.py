@@ -66,6 +66,8 @@ class Answer:
         # tried again after any fault; decode's only when it says that another would do.
         faults = range(500, 600) if self._instance.role == "prefill" else (502, 503)
         elsewhere = status in faults and status != 504
+        if status == 429:
+            self._instance.overflowed()
         if status in (502, 503):  # perhaps it cannot serve at all: look now, not at the next beat
             self._instance.nudged.set()
         return Failure(error, status, elsewhere, self.headers.get("retry-after", ""))
