@@ -22,9 +22,12 @@ from pdrt.control.dispatch import DPDispatcher
 from pdrt.control.heartbeat import Tell, Time
 from pdrt.control.leader import Leader, Limits
 from pdrt.control.leader_client import LeaderClient
+from pdrt.control.leases import Registration
+from pdrt.control.membership import Registrar
 from pdrt.control.nodes import Board, FarNode, Nodes
 from pdrt.control.nodes_http import add_routes
 from pdrt.control.parts import Condition, Handle, Parts, lanes
+from pdrt.control.router_client import RouterClient
 from pdrt.control.selftest import self_test
 from pdrt.control.shown import Shown
 from pdrt.control.sides import Side, make_side
@@ -107,6 +110,10 @@ class Front(Protocol):
         self, stack: AsyncExitStack, registry: CollectorRegistry, drain: Drain
     ) -> web.Application: ...
 
+    def bound(self, url: str, stack: AsyncExitStack) -> None:
+        """All addresses are taken; the API's is told."""
+        ...
+
     def actors(self) -> list[Coroutine[Any, Any, None]]: ...
 
 
@@ -118,6 +125,7 @@ class Lead:
         role, config, parallel = setting.role, setting.config, setting.config.parallel
         side = make_side(role, config, setting.disagg, setting.key, tell, setting.epoch)
         self._net: CurveContext | None = None
+        self._registrar: Registrar | None = None
         self._nodes = self._others(Time(time.monotonic))
         self._nodes.hear(told)
         self._board = Board(time.monotonic, parallel.dp)
@@ -200,9 +208,31 @@ class Lead:
             api_keys=config.security.api_keys,
         )
 
+    def bound(self, url: str, stack: AsyncExitStack) -> None:
+        config, parts = self._setting.config, self.parts
+        if not config.router.urls:
+            return
+        session = ClientSession()
+        stack.push_async_callback(session.close)
+        client = RouterClient(session, self._setting.key, config.timeouts.connect_s)
+        host, port = parts.side.bootstrap or ("", 0)
+
+        def current() -> Registration:
+            return Registration(
+                role=parts.role,
+                http=url,
+                bootstrap=f"{bracketed(host)}:{port}" if host else "",
+                instance_epoch=parts.side.epoch,
+            )
+
+        urls, leaving = config.router.urls, parts.condition.leaving
+        self._registrar = Registrar(urls, client.register, leaving, current)
+        stack.push_async_callback(self._registrar.say_goodbye)
+
     def actors(self) -> list[Coroutine[Any, Any, None]]:
         nodes = [self._nodes.run(self._net)] if self._net is not None else []
-        return [*self.parts.side.actors(), *nodes]
+        registrar = [self._registrar.run()] if self._registrar is not None else []
+        return [*self.parts.side.actors(), *nodes, *registrar]
 
 
 class Led:
@@ -242,6 +272,8 @@ class Led:
             drain=drain,
         )
         return worker_node.make_app(shown)
+
+    def bound(self, url: str, stack: AsyncExitStack) -> None: ...
 
     def actors(self) -> list[Coroutine[Any, Any, None]]:
         return self.parts.side.actors()

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
 
 from pdrt.config import Role, RouterConfig, Target
+from pdrt.control.breaker import Circuit, FaultedTooOften, PauseOver, Served
+from pdrt.control.breaker import Faulted as InstanceFaulted
+from pdrt.control.breaker import feed as feed_breaker
 from pdrt.control.instances import ANY, Instance, Probe, reasons, watch
+from pdrt.control.legs import Failure
 from pdrt.control.order import Pin
 from pdrt.control.pairs import Faulted, Pair, Renewed, feed
 from pdrt.control.policy import Ask, Picked, choose, note_given
@@ -18,6 +24,7 @@ from pdrt.control.prefixes import Prefixes
 from pdrt.control.views import Candidates, Excluded, View, any_grade, grade, set_scales, view_of
 from pdrt.errors import (
     BadRequest,
+    Draining,
     NoDecode,
     NoPrefill,
     NotFound,
@@ -74,6 +81,7 @@ class Fleet:
     news: asyncio.Event = field(default_factory=asyncio.Event)  # something differs from before
     moved: asyncio.Event = field(default_factory=asyncio.Event)  # somebody came or left
     told: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
     turn: int = 0
     leaving: set[Instance] = field(default_factory=set)  # no members, and with requests still
     _views: dict[str, View] = field(default_factory=dict)  # empty: to be made anew
@@ -159,7 +167,15 @@ class Fleet:
                 for each in self.instances:
                     if each not in watched:
                         watched[each] = tasks.create_task(self._watch(each, probe))
+                await self._until_next()
+
+    async def _until_next(self) -> None:
+        """Somebody has come or left, or a circuit's pause is over."""
+        pauses = [e.breaker.until for e in self.instances if e.breaker.state is Circuit.OPEN]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, min(pauses) - self.clock()) if pauses else None):
                 await self.moved.wait()
+        self.end_pauses()
 
     async def _watch(self, instance: Instance, probe: Probe) -> None:
         timeouts = self.config.timeouts
@@ -196,6 +212,49 @@ class Fleet:
         """Its last request has ended."""
         if instance in self.leaving:
             self.moved.set()
+
+    # What requests tell.
+
+    def blame(self, instance: Instance, failure: Failure) -> None:
+        """It failed a request. Whether that is held against it, its circuit breaker decides."""
+        if not is_fault(failure):
+            return
+        too_often = instance.breaker.fills and self._has_others(instance)
+        kind = FaultedTooOften if too_often else InstanceFaulted
+        if feed_breaker(instance.breaker, kind(self.clock())):
+            self._circuit_moved(instance, str(failure.error))
+
+    def praise(self, choice: Choice) -> None:
+        """These have served a request."""
+        for each in (choice.prefill, choice.decode):
+            is_blamed = each is not None and each.breaker.faults
+            if each is not None and is_blamed and feed_breaker(each.breaker, Served()):
+                self._circuit_moved(each, "a request has gone well")
+
+    def end_pauses(self) -> None:
+        """Canaries for those whose pause is over, or who are the last ones left."""
+        now = self.clock()
+        for each in self.instances:
+            is_open = each.breaker.state is Circuit.OPEN
+            if is_open and (now >= each.breaker.until or not self._has_others(each)):
+                feed_breaker(each.breaker, PauseOver())
+                self._circuit_moved(each, "its pause is over")
+
+    def _has_others(self, instance: Instance) -> bool:
+        """Whether somebody else could take its work: the last one is not left alone."""
+        side = self._side(instance.role)
+        return any(e.is_routable and e.model == instance.model for e in side if e is not instance)
+
+    def _circuit_moved(self, instance: Instance, reason: str) -> None:
+        state = instance.breaker.state
+        tell = log.warning if state is Circuit.OPEN else log.info
+        tell("circuit", name=instance.name, state=str(state), reason=reason[:300])
+        if state is Circuit.OPEN:
+            for pair in self._pairs_of(instance):
+                pair.reason = instance.why_not
+                feed(pair, Renewed())
+            self.moved.set()
+        self.changed()
 
     def _stale(self) -> None:
         self._views.clear()
@@ -366,6 +425,12 @@ class Fleet:
             return NoDecode(f"no healthy decode instance{named}: {reasons(sides)}")
         untried = (f"{p.name}: {p.reason}" for p in self.pairs if p.is_routable)
         return Unavailable(f"no pair has passed its canary yet: {'; '.join(untried)}"[:1000])
+
+
+def is_fault(failure: Failure) -> bool:
+    """Something went wrong there; to be full, to drain or to run out of time is no fault."""
+    error, status = failure.error, failure.status
+    return status >= 500 and status != 504 and not isinstance(error, Draining | Overloaded)
 
 
 def _of(model: str) -> str:

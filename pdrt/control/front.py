@@ -20,10 +20,13 @@ from pdrt.control.batch import Batch
 from pdrt.control.canary import try_pairs
 from pdrt.control.claims import claimed
 from pdrt.control.client import HttpClient
+from pdrt.control.door import Door
 from pdrt.control.fleet import Fleet, listed
 from pdrt.control.http import Json, is_api_key
 from pdrt.control.job import Job, OrderJob, PlainJob
 from pdrt.control.join import Joiner
+from pdrt.control.leases import Leases
+from pdrt.control.ledger import Ledger
 from pdrt.control.legs import Failure
 from pdrt.control.order import Order
 from pdrt.control.policy import Ask
@@ -88,6 +91,8 @@ class Router:
     tools: Tools | None = None
     watching: asyncio.Task[None] | None = None
     relays: set[Relay] = field(default_factory=set)
+    ledger: Ledger = field(init=False)
+    door: Door = field(init=False)
     serving: set[asyncio.Task[None]] = field(default_factory=set)
     rooms: set[int] = field(default_factory=set)  # idempotency keys of requests in flight
     draining: bool = False
@@ -95,12 +100,18 @@ class Router:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     drain_asked: asyncio.Event = field(default_factory=asyncio.Event)
     said_ready: bool = False
+    admin_url: str = ""  # of the admin listener, once there is one
     routes: Routes = field(default_factory=Routes)
     gate: Gate = lambda _request: None
     more_lines: Callable[[Request], bytes] = no_more_lines  # of the head of every answer
 
     def __post_init__(self) -> None:
         self.gate = api_keys_gate(self.config.security.api_keys)
+        clock, wall = self.clocks.clock, self.clocks.wall
+        self.ledger = Ledger(lambda at: wall() - (clock() - at))
+        leases, is_open = Leases(self.config.timeouts.lease_s), self.config.policy.registration
+        self.door = Door(self.fleet, leases, clock, is_open)
+        self.fleet.clock = clock
 
     # Life.
 
@@ -132,6 +143,7 @@ class Router:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.fleet.run(probe))
+                tasks.create_task(self.door.run())
                 if self.config.policy.canary:
                     tasks.create_task(try_pairs(tools, self.config.timeouts.heartbeat_s))
         except Exception:
@@ -246,6 +258,7 @@ class Router:
         choice = self.fleet.pick(ticket.ask, ticket.pinned)
         relay = Relay(ticket, choice, self.tools, client)
         self.relays.add(relay)
+        self.ledger.begin(relay, started)
         try:
             return await relay.run(), relay.path_label
         finally:
@@ -316,6 +329,7 @@ class Router:
 
     def _account(self, relay: Relay, started: float) -> None:
         now = self.clocks.clock()
+        self.ledger.end(relay, now)
         self.metrics.duration.observe(now - started)
         if relay.first_byte_at is not None:
             self.metrics.first_byte.observe(relay.first_byte_at - started)
@@ -387,12 +401,12 @@ class Router:
             self.metrics.instance_requests.labels(each.name).set(each.load.requests)
         return Reply.metrics(self.metrics.registry)
 
-    async def ask_drain(self, request: Request) -> Reply:
-        """POST /admin/drain: like SIGTERM, for those who hold the cluster key."""
-        if self.key is None:
-            raise NotFound("there is no cluster key, so nobody may do this over HTTP")
-        if not self.key.is_bearer(request.header("authorization")):
-            raise Unauthorized("the cluster's bearer token is missing or wrong")
+    def ask_to_drain(self) -> None:
+        """Like SIGTERM."""
         self.draining = True
         self.drain_asked.set()
-        return Reply.json({"status": "draining", "in_flight": self.admitted})
+
+    async def drain_moved(self, _request: Request) -> Reply:
+        raise NotFound(
+            f"POST /admin/drain is on the admin listener: {self.admin_url or 'none here'}"
+        )

@@ -17,6 +17,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from pdrt.config import PolicyName, Role, Target
+from pdrt.control.breaker import Breaker, Circuit, Renewed
+from pdrt.control.breaker import feed as feed_breaker
 from pdrt.control.policy import Ask, Load, choose, mark_of
 from pdrt.control.prefixes import Prefixes
 from pdrt.data.peer import Beat, Died, Event, Health, Miss, feed
@@ -118,7 +120,8 @@ class Instance:
     def __init__(self, role: Role, target: Target, listener: Listener) -> None:
         self.role: Role = role
         self._listener = listener
-        self.url, where = base_url(target.http)
+        self.url, self.where = base_url(target.http)
+        where = self.where
         self.name = f"{role} {where}"
         self.health = Health.UNKNOWN
         self.status: Status | None = None
@@ -126,6 +129,9 @@ class Instance:
         self.is_known = False  # it has answered once
         self.model = target.model  # what it said last that it serves
         self.load = Load(mark=mark_of(where))
+        self.breaker = Breaker()
+        self.is_drained = False  # an operator wants nothing new there
+        self._is_leaving = False  # it said so, and has not been heard since
         self.is_full = False  # it said so, or refused for it, since its last beat
         self.nudged = asyncio.Event()  # look again now
         self.signs = 0  # of life: rises with every piece of an answer
@@ -139,13 +145,18 @@ class Instance:
     @property
     def is_routable(self) -> bool:
         alive = self.health in (Health.ALIVE, Health.SUSPECT)
-        return alive and self.status is not None and self.status.is_ready
+        wanted = not (self.is_drained or self._is_leaving or self.breaker.state is Circuit.OPEN)
+        return alive and wanted and self.status is not None and self.status.is_ready
 
     @property
     def why_not(self) -> str:
         """What keeps it from taking requests, or nothing."""
         if self.is_routable:
             return ""
+        if self.is_drained or self._is_leaving:
+            return f"{self.name} is {'drained' if self.is_drained else 'leaving'}"
+        if self.breaker.state is Circuit.OPEN:
+            return f"{self.name} is left alone for a while: {self.breaker.faults} faults in a row"
         if self.health is Health.ALIVE and self.status is not None:
             return f"{self.name} is {self.status.state}"
         return f"{self.name} is {self.health}: {self.reason}"
@@ -206,14 +217,26 @@ class Instance:
             self._listener.serves(self)
         said, was_full = status.load, self.is_full
         self.load.elsewhere = max(0, max(said.tokens, said.kv_tokens) - self.load.tokens)
-        self.is_full = said.is_full
+        self.is_full, was_leaving, self._is_leaving = said.is_full, self._is_leaving, False
         if before is not None and before.instance_epoch != status.instance_epoch:
             self._lose(f"{self.name} was restarted")
         elif before is not None and before.last_fault_at != status.last_fault_at:
             self._listener.faulted(self)
         self._step(Beat(), "")
-        if before != status or was_full is not self.is_full or _pool(before) != said.pool_tokens:
+        is_news = was_leaving or was_full is not self.is_full
+        if is_news or before != status or _pool(before) != said.pool_tokens:
             self._listener.changed()
+
+    def set_drained(self, is_drained: bool) -> None:
+        """Nothing new for it from now on, or again something."""
+        self.is_drained = is_drained
+        self._listener.changed()
+
+    def leaves(self) -> None:
+        """It is about to end, and will say so itself at its next beat."""
+        self._is_leaving = True
+        self.nudged.set()
+        self._listener.changed()
 
     def overflowed(self) -> None:
         """It refused a request because it is full: until its next beat others are asked first."""
@@ -242,6 +265,7 @@ class Instance:
             self._lose(f"{self.name} is gone: {reason}")
 
     def _lose(self, reason: str) -> None:
+        feed_breaker(self.breaker, Renewed())
         self._listener.renewed(self)
         for hold in tuple(self._holds):
             hold.on_lost(PeerLost(reason))

@@ -74,6 +74,10 @@ class Ask:
             self._keys = keys_of(self.prompt, f"{self.model}\0{self.salt}")
         return self._keys
 
+    def forget_prompt(self) -> None:
+        """When all choices have been made: only the reasons are still of interest."""
+        self.prompt, self._keys = None, ()
+
     @property
     def session_mark(self) -> int:
         if self._session_mark is None:

@@ -53,6 +53,7 @@ from pdrt.control.legs import (
 from pdrt.control.merge import MERGED_ANSWER, Merge
 from pdrt.control.policy import Ask
 from pdrt.control.schema import Leg
+from pdrt.control.setbacks import Setback
 from pdrt.control.upstream import Answer, Upstream
 from pdrt.errors import (
     DeadlinePassed,
@@ -146,6 +147,7 @@ class Relay:
         self.first_byte_at: float | None = None
         self.status = 0  # what the client was answered; 0 = nothing
         self.failure: Failure | None = None
+        self.setbacks: list[Setback] = []  # what failed on the way
         self._tools, self._client = tools, client
         created = int(tools.clocks.wall())
         self._merge = ticket.job.merge(ticket.request_id, created) if choice.prefill else None
@@ -182,6 +184,8 @@ class Relay:
             raise
         finally:
             alarm.cancel()
+        if self.route.state is State.SERVED:
+            self._tools.fleet.praise(self.choice)
         if refused:
             return self.failure
         try:
@@ -207,6 +211,8 @@ class Relay:
             event = PrefillFailed(event.leg, Failure.of(lost))
         if not isinstance(event, PrefillFailed | DecodeFailed):
             return event
+        if self.route.is_current(event) and not self.route.is_over:
+            self._note_setback(event)
         if not (self.ticket.may_retry and self.route.may_replace(event)):
             return event
         if self.route.tries + 1 >= MAX_TRIES:
@@ -240,6 +246,11 @@ class Relay:
             raise Unavailable("only an instance of another kind is left")
         self.choice = choice
         return InstanceReplaced(room) if choice.prefill is None else PairReplaced(room)
+
+    def _note_setback(self, event: PrefillFailed | DecodeFailed) -> None:
+        culprit, now = self._culprit(event), self._tools.clocks.clock()
+        self.setbacks.append(Setback(now, self.choice, culprit, event.failure))
+        self._tools.fleet.blame(culprit, event.failure)
 
     def _culprit(self, event: PrefillFailed | DecodeFailed) -> Instance:
         """Whom to avoid: decode also reports what its prefill side did."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 import setproctitle
@@ -16,6 +16,7 @@ import uvloop
 from pdrt import garbage, telemetry
 from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
+from pdrt.control.admin import Admin
 from pdrt.control.fleet import Fleet
 from pdrt.control.front import STAGE, Router
 from pdrt.control.listen import listen
@@ -25,6 +26,7 @@ from pdrt.control.wire.server import Server
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
 from pdrt.openfiles import allow_all
+from pdrt.telemetry import LogLevel
 
 CLOSE_S: Final = 1.0  # for connections whose requests have ended
 
@@ -55,7 +57,7 @@ def make_router(
     routes.add("GET", "/health", router.health)
     routes.add("GET", "/ready", router.ready)
     routes.add("GET", "/metrics", router.metrics_text)
-    routes.add("POST", "/admin/drain", router.ask_drain)
+    routes.add("POST", "/admin/drain", router.drain_moved)
     return router
 
 
@@ -70,14 +72,43 @@ def make_server(router: Router) -> Server:
     )
 
 
-async def serve(config: RouterConfig, say: Callable[[str], None]) -> int:
+@asynccontextmanager
+async def administered(router: Router, level: LogLevel | None = None) -> AsyncIterator[None]:
+    """With its admin listener, if there is a key that can guard it. Raises ConfigError."""
+    config = router.config
+    key = config.security.cluster_key()
+    if key is None:
+        log.warning("no_admin_listener", reason="there is no cluster key")
+        yield
+        return
+    host = config.admin.host or config.local_ip
+    listening = listen(host, config.ports.admin)
+    router.admin_url = f"http://{bracketed(host)}:{listening.getsockname()[1]}"
+    server = Server(
+        Admin(router, router.door, key, level),
+        "admin",
+        max_body_bytes=1 << 16,
+        max_head_bytes=config.security.max_header_bytes,
+        slow_reader_s=config.timeouts.slow_reader_s,
+    )
+    await server.start(listening)
+    try:
+        log.info("admin_listening", url=router.admin_url)
+        yield
+    finally:
+        await server.close(CLOSE_S)
+
+
+async def serve(
+    config: RouterConfig, say: Callable[[str], None], level: LogLevel | None = None
+) -> int:
     """Serve until SIGTERM, SIGINT or a drain request; a second signal cuts what still runs.
 
     `say` is given the line with the real address. Raises ConfigError before anything starts.
     """
     router = make_router(config, config.security.cluster_key())
     server = make_server(router)
-    async with router.lifetime():
+    async with router.lifetime(), administered(router, level):
         listening = listen(config.local_ip, config.ports.router)
         await server.start(listening)
         try:
@@ -122,7 +153,7 @@ async def _first(one: Coroutine[None, None, object], other: Coroutine[None, None
 
 def main(config: RouterConfig) -> int:
     """Run a router in this process; its exit status. Raises ConfigError."""
-    telemetry.configure(config.log.level, config.log.format, process="router")
+    level = telemetry.configure(config.log.level, config.log.format, process="router")
     allow_all()
     setproctitle.setproctitle("pdrt router")
 
@@ -131,4 +162,4 @@ def main(config: RouterConfig) -> int:
         sys.stdout.flush()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config, say))
+        return runner.run(serve(config, say, level))
