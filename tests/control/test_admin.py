@@ -168,9 +168,9 @@ async def test_a_stream_on_one_that_left_is_told_when_it_dies() -> None:
         await late.nth(1)
         await d.register(late, state="leaving")
         assert one not in r.router.fleet.instances
+        r.router.fleet.decode[0].set_drained(False)
         await late.stop()
         one.nudged.set()
-        r.router.fleet.decode[0].set_drained(False)
         got = await asked
         assert (got.status, len(r.decode[0].seen)) == (200, 1)  # moved to the other one
 
