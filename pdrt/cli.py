@@ -22,6 +22,7 @@ from pdrt.bench.commands import bench
 from pdrt.config import NodeConfig, RouterConfig, SchedulerSection, TransportName
 from pdrt.errors import ConfigError, PdrtError
 from pdrt.given import demo_model_directory, with_key, with_model
+from pdrt.keycommands import keys
 
 if TYPE_CHECKING:
     from pdrt.up.layout import Wanted
@@ -35,6 +36,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")
 
 
 class RoleName(StrEnum):

@@ -195,6 +195,7 @@ class SecuritySection(Section):
     key_file: str = ""
     key: Annotated[str, Field(repr=False)] = ""  # better from PDRT_SECURITY_KEY than from a file
     api_keys: Annotated[Strings, Field(repr=False)] = ()  # clients, at the router
+    api_keys_file: str = ""  # the same with names and limits; `pdrt keys` writes it
     max_body_bytes: Positive = 8 << 20
     max_header_bytes: Positive = 32 << 10  # the request line and all headers, at the router
     max_rooms_per_peer: Positive = 4096
@@ -364,6 +365,11 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 def user_key_file(environ: Mapping[str, str] = os.environ) -> Path:
     """The cluster key that one user's processes on one machine share when none is named."""
     return Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "pdrt" / "key"
+
+
+def api_keys_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where `pdrt keys` keeps clients' keys when no file is named."""
+    return user_key_file(environ).with_name("api_keys.toml")
 
 
 def bracketed(host: str) -> str:

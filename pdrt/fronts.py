@@ -19,12 +19,15 @@ from pdrt import grid
 from pdrt.config import DisaggConfig, NodeConfig, Place, Role, bracketed
 from pdrt.control import api, worker_node
 from pdrt.control.dispatch import DPDispatcher
+from pdrt.control.door import Door
 from pdrt.control.heartbeat import Tell, Time
 from pdrt.control.leader import Leader, Limits
 from pdrt.control.leader_client import LeaderClient
 from pdrt.control.nodes import Board, FarNode, Nodes
 from pdrt.control.nodes_http import add_routes
+from pdrt.control.order import PATHS
 from pdrt.control.parts import Condition, Handle, Parts, lanes
+from pdrt.control.reload import watch
 from pdrt.control.selftest import self_test
 from pdrt.control.shown import Shown
 from pdrt.control.sides import Side, make_side
@@ -118,6 +121,7 @@ class Lead:
         role, config, parallel = setting.role, setting.config, setting.config.parallel
         side = make_side(role, config, setting.disagg, setting.key, tell, setting.epoch)
         self._net: CurveContext | None = None
+        self._door: Door | None = None
         self._nodes = self._others(Time(time.monotonic))
         self._nodes.hear(told)
         self._board = Board(time.monotonic, parallel.dp)
@@ -156,11 +160,19 @@ class Lead:
     ) -> web.Application:
         if self._net is not None:
             stack.callback(self._net.close)
+        self._door = self._door_of(registry)
         text = TextPool(open_text(self._setting.config.model.path))
         stack.callback(text.close)
         app = api.make_app(self._leader(text, registry, drain))
         add_routes(app, self._nodes, self._board)
         return app
+
+    def _door_of(self, registry: CollectorRegistry) -> Door | None:
+        """Only a hybrid instance has clients."""
+        if self._setting.role != "hybrid":
+            return None
+        security = self._setting.config.security
+        return Door(security, registry, time.monotonic, (), PATHS)
 
     def _leader(self, text: TextPool, registry: CollectorRegistry, drain: Drain) -> Leader:
         setting, parts = self._setting, self.parts
@@ -190,12 +202,13 @@ class Lead:
             served=parts.condition.served,
             drain=drain,
             takes_prompts=takes_prompts,
-            api_keys=config.security.api_keys,
+            door=self._door,
         )
 
     def actors(self) -> list[Coroutine[Any, Any, None]]:
         nodes = [self._nodes.run(self._net)] if self._net is not None else []
-        return [*self.parts.side.actors(), *nodes]
+        reloads = self._door.reloads if self._door is not None else []
+        return [*self.parts.side.actors(), *nodes, watch(reloads)]
 
 
 class Led:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias
+from typing import Final
 
 import structlog
 
@@ -20,13 +20,16 @@ from pdrt.control.batch import Batch
 from pdrt.control.canary import try_pairs
 from pdrt.control.claims import claimed
 from pdrt.control.client import HttpClient
+from pdrt.control.door import Door
 from pdrt.control.fleet import Fleet
-from pdrt.control.http import Json, is_api_key
-from pdrt.control.job import Job, OrderJob, PlainJob
+from pdrt.control.gate import AUTHORIZATION
+from pdrt.control.http import Json
+from pdrt.control.job import Job, OrderJob, PlainJob, cost_of
 from pdrt.control.join import Joiner
 from pdrt.control.legs import Failure
 from pdrt.control.order import Order
 from pdrt.control.relay import Client, Clocks, Relay, Ticket, Tools
+from pdrt.control.reload import watch
 from pdrt.control.routermetrics import RouterMetrics
 from pdrt.control.upstream import Upstream, open_session
 from pdrt.control.wire.exchange import NO_PATH, Exchange
@@ -39,22 +42,7 @@ from pdrt.keys import ClusterKey
 STAGE: Final = "router"
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/admin/drain"})
 
-Gate: TypeAlias = Callable[[Request], PdrtError | Reply | None]
-
 log = structlog.get_logger(__name__)
-
-
-def api_keys_gate(keys: Collection[str]) -> Gate:
-    """Clients' API keys, when there are any: known before a body is read."""
-
-    def gate(request: Request) -> PdrtError | None:
-        if not keys or request.path in OPEN_PATHS:
-            return None
-        if is_api_key(request.header("authorization"), keys):
-            return None
-        return Unauthorized("the API key is missing or wrong")
-
-    return gate
 
 
 def no_more_lines(_request: Request) -> bytes:
@@ -93,11 +81,13 @@ class Router:
     drain_asked: asyncio.Event = field(default_factory=asyncio.Event)
     said_ready: bool = False
     routes: Routes = field(default_factory=Routes)
-    gate: Gate = lambda _request: None
     more_lines: Callable[[Request], bytes] = no_more_lines  # of the head of every answer
 
+    door: Door = field(init=False)
+
     def __post_init__(self) -> None:
-        self.gate = api_keys_gate(self.config.security.api_keys)
+        security, registry = self.config.security, self.metrics.registry
+        self.door = Door(security, registry, self.clocks.clock, OPEN_PATHS, order.PATHS)
 
     # Life.
 
@@ -129,6 +119,7 @@ class Router:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.fleet.run(probe))
+                tasks.create_task(watch(self.door.reloads))
                 if self.config.policy.canary:
                     tasks.create_task(try_pairs(tools, self.config.timeouts.heartbeat_s))
         except Exception:
@@ -164,7 +155,8 @@ class Router:
     # Around every request (wire.Site).
 
     def begun(self, exchange: Exchange) -> PdrtError | Reply | None:
-        refusal = self.gate(exchange.request)
+        request = exchange.request
+        refusal = self.door.refusal(request.method, request.path, request.header(AUTHORIZATION))
         if refusal is not None or exchange.route is None or exchange.route.serves is None:
             return refusal
         if self.draining:
@@ -205,15 +197,17 @@ class Router:
         started = self.clocks.clock()
         try:
             read = self._read(exchange.request)
-            with claimed(self.rooms, read.client_room):
-                await self._relay(exchange, read, started)
+            sent = exchange.request.header(AUTHORIZATION)
+            cost = cost_of(read.batch) if read.batch else read.job.answer_weight
+            with self.door.held(sent, cost) as name, claimed(self.rooms, read.client_room):
+                await self._relay(exchange, read, started, name)
         except PdrtError as error:
             exchange.refuse(error)
         except Exception:
             log.exception("handler_failed", request_id=exchange.request.id)
             exchange.fail()
 
-    async def _relay(self, exchange: Exchange, read: _Read, started: float) -> None:
+    async def _relay(self, exchange: Exchange, read: _Read, started: float, key_name: str) -> None:
         request = exchange.request
         pinned = self.fleet.pinned(read.pin) if read.pin else None
         ticket = Ticket(
@@ -223,6 +217,7 @@ class Router:
             deadline=started + (read.timeout_s or self.config.timeouts.request_s),
             client_room=read.client_room,
             pinned=pinned,
+            key_name=key_name,
         )
         client = HttpClient(exchange)
         if read.batch is None:
@@ -306,6 +301,7 @@ class Router:
             prefill=relay.choice.prefill.name if relay.choice.prefill else None,
             decode=relay.choice.decode.name,
             ms=round((now - started) * 1e3, 1),
+            **({"key": relay.ticket.key_name} if relay.ticket.key_name else {}),
             **({"error": str(failure.error), "story": list(relay.route.story)} if failure else {}),
         )
 

@@ -123,6 +123,7 @@ class Ticket:
     deadline: float
     client_room: int | None = None
     pinned: Instance | None = None
+    key_name: str = ""  # whose API key it came with
     may_retry: bool = True
     headers: Mapping[str, str] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeAlias
@@ -24,6 +24,7 @@ from pdrt.control.claims import claimed
 from pdrt.control.dispatch import Stream
 from pdrt.control.generate import GenerateVoice
 from pdrt.control.http import REQUEST_ID, Json, error_of, read_json, request_id_of
+from pdrt.control.job import cost_of
 from pdrt.control.join import Joiner
 from pdrt.control.leader import Leader
 from pdrt.control.likely import PromptPart
@@ -51,6 +52,7 @@ class Outcome:
     code: str = "ok"
     room: int = -1
     answers: list[Answer] = field(default_factory=list)
+    key: str = ""  # name of the client's API key
 
     @property
     def usage(self) -> Json:
@@ -77,7 +79,10 @@ class Serving:
             if leader.role == "prefill":
                 return await self._prefill_leg(call)
             # Of a leg it is None: the router has seen to it.
-            with claimed(self._client_rooms, call.order.client_room):
+            with (
+                self._held(request, call) as outcome.key,
+                claimed(self._client_rooms, call.order.client_room),
+            ):
                 if call.order.prompts:
                     return await self._answer_batch(request, call, outcome)
                 voice = self._voice(call)
@@ -237,6 +242,13 @@ class Serving:
             with_usage_always=order.usage_always,
         )
 
+    def _held(self, request: web.Request, call: Call) -> AbstractContextManager[str]:
+        """A client's request counts for its API key; a leg has been counted by the router."""
+        if self._leader.door is None or call.leg is not None:
+            return nullcontext("")
+        cost = cost_of(call.order)
+        return self._leader.door.held(request.headers.get("authorization", ""), cost)
+
     @contextmanager
     def _told(self, request: web.Request) -> Iterator[Outcome]:
         """Count and log how a request ended, also when its client left."""
@@ -265,6 +277,7 @@ class Serving:
             room=outcome.room,
             path=request.path,
             code=outcome.code,
+            **({"key": outcome.key} if outcome.key else {}),
             **outcome.usage,
         )
 
