@@ -16,18 +16,16 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from pdrt.errors import ConfigError
-from pdrt.keys import ClusterKey
-from pdrt.settings import Section, override, read_toml
+from pdrt.security import SecuritySection as SecuritySection
+from pdrt.settings import Positive, Section, Strings, override, read_toml
 from pdrt.settings import check as check
 
 Role = Literal["prefill", "decode", "hybrid"]
 NetworkName = Literal["tcp", "nixl", "mooncake", "memfabric"]
 TransportName = Literal["shm", NetworkName]
 PolicyName = Literal["round_robin", "least_loaded"]
-Positive = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Duration = Annotated[float, Field(gt=0, le=86400)]
-Strings = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists, no tuples
 Cores = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
 
 
@@ -189,37 +187,6 @@ class TimeoutsSection(Section):
                 f" {self.heartbeat_s:g}: a dead peer would be found out too late"
             )
         return self
-
-
-class SecuritySection(Section):
-    key_file: str = ""
-    key: Annotated[str, Field(repr=False)] = ""  # better from PDRT_SECURITY_KEY than from a file
-    api_keys: Annotated[Strings, Field(repr=False)] = ()  # clients, at the router
-    api_keys_file: str = ""  # the same with names and limits; `pdrt keys` writes it
-    max_body_bytes: Positive = 8 << 20
-    max_header_bytes: Positive = 32 << 10  # the request line and all headers, at the router
-    max_rooms_per_peer: Positive = 4096
-
-    def cluster_key(self) -> ClusterKey | None:
-        """The key, or None when none is configured. Raises ConfigError when it is no good."""
-        text, where = self.key, "[security] key"
-        try:
-            if not text and self.key_file:
-                where = f"[security] key_file = {self.key_file!r}"
-                text = Path(self.key_file).expanduser().read_text(encoding="utf-8")
-            elif not text:
-                return None
-            return ClusterKey.from_text(text)
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such ~user
-            raise ConfigError(f"{where}: {error}") from error
-
-    @property
-    def is_key_file_exposed(self) -> bool:
-        """Whether other users of this machine may read the key file."""
-        try:
-            return bool(self.key_file and Path(self.key_file).expanduser().stat().st_mode & 0o044)
-        except (OSError, RuntimeError):
-            return False  # `cluster_key` says what is wrong
 
 
 class PortsSection(Section):

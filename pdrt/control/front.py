@@ -20,6 +20,7 @@ from pdrt.control.batch import Batch
 from pdrt.control.canary import try_pairs
 from pdrt.control.claims import claimed
 from pdrt.control.client import HttpClient
+from pdrt.control.cors import Cors
 from pdrt.control.door import Door
 from pdrt.control.fleet import Fleet
 from pdrt.control.gate import AUTHORIZATION
@@ -43,10 +44,6 @@ STAGE: Final = "router"
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/admin/drain"})
 
 log = structlog.get_logger(__name__)
-
-
-def no_more_lines(_request: Request) -> bytes:
-    return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +78,13 @@ class Router:
     drain_asked: asyncio.Event = field(default_factory=asyncio.Event)
     said_ready: bool = False
     routes: Routes = field(default_factory=Routes)
-    more_lines: Callable[[Request], bytes] = no_more_lines  # of the head of every answer
 
     door: Door = field(init=False)
+    cors: Cors = field(init=False)
 
     def __post_init__(self) -> None:
         security, registry = self.config.security, self.metrics.registry
+        self.cors = Cors(security.cors_origins)
         self.door = Door(security, registry, self.clocks.clock, OPEN_PATHS, order.PATHS)
 
     # Life.
@@ -156,6 +154,8 @@ class Router:
 
     def begun(self, exchange: Exchange) -> PdrtError | Reply | None:
         request = exchange.request
+        if (allowed := self.cors.preflight(request)) is not None:
+            return allowed
         refusal = self.door.refusal(request.method, request.path, request.header(AUTHORIZATION))
         if refusal is not None or exchange.route is None or exchange.route.serves is None:
             return refusal
@@ -179,7 +179,7 @@ class Router:
             self.metrics.errors.labels(exchange.error.code).inc()
 
     def head_lines(self, request: Request) -> bytes:
-        return self.more_lines(request)
+        return self.cors.lines(request)
 
     def stopped_reading(self, exchange: Exchange) -> None:
         self.metrics.slow_readers.inc()
