@@ -86,4 +86,4 @@ def remove(
 
 
 def _path(file: Path | None) -> Path:
-    return (file or config.api_keys_file()).expanduser()
+    return (file or config.api_keys_file()).expanduser().resolve()

@@ -30,7 +30,7 @@ from pdrt.control.join import Joiner
 from pdrt.control.legs import Failure
 from pdrt.control.order import Order
 from pdrt.control.relay import Client, Clocks, Relay, Ticket, Tools
-from pdrt.control.reload import watch
+from pdrt.control.reload import AnyReload, watch
 from pdrt.control.routermetrics import RouterMetrics
 from pdrt.control.upstream import Upstream, open_session
 from pdrt.control.wire.exchange import NO_PATH, Exchange
@@ -78,14 +78,15 @@ class Router:
     drain_asked: asyncio.Event = field(default_factory=asyncio.Event)
     said_ready: bool = False
     routes: Routes = field(default_factory=Routes)
-
     door: Door = field(init=False)
     cors: Cors = field(init=False)
+    reloads: list[AnyReload] = field(init=False)  # files that are watched while it runs
 
     def __post_init__(self) -> None:
         security, registry = self.config.security, self.metrics.registry
         self.cors = Cors(security.cors_origins)
         self.door = Door(security, registry, self.clocks.clock, OPEN_PATHS, order.PATHS)
+        self.reloads = list(self.door.reloads)
 
     # Life.
 
@@ -117,7 +118,7 @@ class Router:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.fleet.run(probe))
-                tasks.create_task(watch(self.door.reloads))
+                tasks.create_task(watch(self.reloads))
                 if self.config.policy.canary:
                     tasks.create_task(try_pairs(tools, self.config.timeouts.heartbeat_s))
         except Exception:

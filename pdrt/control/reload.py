@@ -36,8 +36,12 @@ class Reload(Generic[T]):
 
     def start(self) -> None:
         """The first time. Raises ConfigError."""
-        self.seen = self._stamp()
+        self.note()
         self.use(self.read())
+
+    def note(self) -> None:
+        """What is in use is what the files hold now."""
+        self.seen = self._stamp()
 
     async def look(self, *, always: bool = False) -> None:
         """Read again what has changed; what is wrong is logged, and the old stays in use."""
