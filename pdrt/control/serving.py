@@ -52,6 +52,7 @@ class Outcome:
     code: str = "ok"
     room: int = -1
     answers: list[Answer] = field(default_factory=list)
+    times: Times | None = None  # of a prompt that others answer, or of the only answer
     key: str = ""  # name of the client's API key
 
     @property
@@ -60,6 +61,13 @@ class Outcome:
         return {
             name: sum(usage[name] for usage in usages) for usage in usages[:1] for name in usage
         }
+
+    @property
+    def timings(self) -> Json | list[Json]:
+        """Of a batch each prompt's own."""
+        if len(self.answers) > 1:
+            return [answer.times.json() for answer in self.answers]
+        return self.times.json() if self.times is not None else {}
 
 
 class Serving:
@@ -76,8 +84,9 @@ class Serving:
             body = await read_json(request, leader.limits.max_body_bytes)
             call = open_call(leader, request, PATHS[request.path], body, times)
             outcome.room, request[PD_PATH] = call.room, call.path
+            outcome.times = times
             if leader.role == "prefill":
-                return await self._prefill_leg(call)
+                return await self._prefill_leg(call, outcome)
             # Of a leg it is None: the router has seen to it.
             with (
                 self._held(request, call) as outcome.key,
@@ -104,8 +113,9 @@ class Serving:
                 # Decode has what the older attempt sent, or it would not ask: that one ends well
                 # as soon as the transport says so, and must not be superseded.
                 raise Conflict(f"room {submit.room} is in flight already; ask again")
-            deadline = leader.clock() + body.time_left_s
-            return await self._prefill(submit, body.disagg_prefill_dp_rank, deadline)
+            outcome.times = Times(leader.clock())
+            deadline = outcome.times.arrived + body.time_left_s
+            return await self._prefill(submit, body.disagg_prefill_dp_rank, deadline, outcome)
 
     async def rebind(self, request: web.Request) -> web.StreamResponse:
         """For the router: a room's prompt is computed anew, perhaps elsewhere."""
@@ -114,14 +124,19 @@ class Serving:
         leader.dispatcher.rebind(rebind_of(leader, body))
         return web.json_response({"status": "ok"})
 
-    async def _prefill_leg(self, call: Call) -> web.StreamResponse:
+    async def _prefill_leg(self, call: Call, outcome: Outcome) -> web.StreamResponse:
         async with _until(call.deadline - self._leader.clock()):
             submit = await submit_of(self._leader, call)
         rank = -1 if call.leg is None else call.leg.disagg_prefill_dp_rank
-        return await self._prefill(submit, rank, call.deadline, call)
+        return await self._prefill(submit, rank, call.deadline, outcome, call)
 
     async def _prefill(
-        self, submit: Submit, dp_rank: int, deadline: float, call: Call | None = None
+        self,
+        submit: Submit,
+        dp_rank: int,
+        deadline: float,
+        outcome: Outcome,
+        call: Call | None = None,
     ) -> web.StreamResponse:
         """Answer once decode's memory holds the prompt, with what only this side can tell of it."""
         leader = self._leader
@@ -129,6 +144,9 @@ class Serving:
         async with _until(deadline - leader.clock()):
             with leader.dispatcher.submit(submit, None if dp_rank < 0 else dp_rank) as stream:
                 output = await _prefilled(stream)
+            if (times := outcome.times) is not None:
+                times.spent_ms, times.last = output.spent_ms, leader.clock()
+                self._meter.spent(times)
             if call is not None and call.order.is_prompt_told:
                 part = await prompt_of(call, submit, output, leader.text)
                 told = await leader.text.run(self._voice(call).prompt, part)
@@ -142,6 +160,7 @@ class Serving:
                 "prompt_tokens": submit.prompt_tokens,
                 "cached_tokens": output.cached_tokens,
             },
+            "timings_ms": times.json() if times is not None else {},
         }
         if told:
             done |= {"prompt": told, "model": leader.model}
@@ -279,6 +298,7 @@ class Serving:
             code=outcome.code,
             **({"key": outcome.key} if outcome.key else {}),
             **outcome.usage,
+            **({"timings_ms": told} if (told := outcome.timings) else {}),
         )
 
 
