@@ -203,6 +203,20 @@ class LogSection(Section):
     step_every_s: Annotated[float, Field(ge=0)] = 1.0  # a status line at most this often while busy
 
 
+class TelemetrySection(Section):
+    otlp_endpoint: str = ""  # a collector's, OTLP over HTTP; empty: no traces
+    sample: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the traces that begin here
+
+    @model_validator(mode="after")
+    def _endpoint_is_a_url(self) -> Self:
+        if self.otlp_endpoint and not re.match(r"https?://[^/\s]", self.otlp_endpoint):
+            raise ValueError(
+                f"otlp_endpoint = {self.otlp_endpoint!r} is no URL: want one such as"
+                " http://127.0.0.1:4318"
+            )
+        return self
+
+
 class NodeConfig(Section):
     model: ModelSection = ModelSection()
     device: DeviceSection = DeviceSection()
@@ -213,6 +227,7 @@ class NodeConfig(Section):
     security: SecuritySection = SecuritySection()
     ports: PortsSection = PortsSection()
     log: LogSection = LogSection()
+    telemetry: TelemetrySection = TelemetrySection()
 
 
 class Target(Section):
@@ -242,6 +257,7 @@ class RouterConfig(Section):
     security: SecuritySection = SecuritySection()
     ports: PortsSection = PortsSection()
     log: LogSection = LogSection()
+    telemetry: TelemetrySection = TelemetrySection()
 
     @model_validator(mode="after")
     def _has_targets(self) -> Self:

@@ -5,6 +5,7 @@ Both have parts for the supervisor, an HTTP API, and actors beside it.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
@@ -32,6 +33,8 @@ from pdrt.control.selftest import self_test
 from pdrt.control.shown import Shown
 from pdrt.control.sides import Side, make_side
 from pdrt.control.text import TextPool, open_text
+from pdrt.control.traces import Tracing
+from pdrt.control.tracing import open_tracing
 from pdrt.control.uplink import Uplink
 from pdrt.control.worker_handle import Lost
 from pdrt.control.worker_node import LedSide, LedWork, WorkerNode
@@ -122,6 +125,7 @@ class Lead:
         side = make_side(role, config, setting.disagg, setting.key, tell, setting.epoch)
         self._net: CurveContext | None = None
         self._door: Door | None = None
+        self._tracing: Tracing | None = None
         self._nodes = self._others(Time(time.monotonic))
         self._nodes.hear(told)
         self._board = Board(time.monotonic, parallel.dp)
@@ -161,11 +165,21 @@ class Lead:
         if self._net is not None:
             stack.callback(self._net.close)
         self._door = self._door_of(registry)
+        self._tracing = self._open_tracing(stack)
         text = TextPool(open_text(self._setting.config.model.path))
         stack.callback(text.close)
         app = api.make_app(self._leader(text, registry, drain))
         add_routes(app, self._nodes, self._board)
         return app
+
+    def _open_tracing(self, stack: AsyncExitStack) -> Tracing | None:
+        setting = self._setting
+        instance = f"{bracketed(setting.disagg.local_ip)}:{setting.port}"
+        service = f"pdrt-{setting.role}"
+        tracing = open_tracing(setting.config.telemetry, service, instance)
+        if tracing is not None:
+            stack.push_async_callback(asyncio.to_thread, tracing.close)
+        return tracing
 
     def _door_of(self, registry: CollectorRegistry) -> Door | None:
         """Only a hybrid instance has clients."""
@@ -203,6 +217,7 @@ class Lead:
             drain=drain,
             takes_prompts=takes_prompts,
             door=self._door,
+            tracing=self._tracing,
         )
 
     def actors(self) -> list[Coroutine[Any, Any, None]]:

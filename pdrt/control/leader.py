@@ -14,6 +14,7 @@ from pdrt.control.dispatch import DPDispatcher
 from pdrt.control.door import Door
 from pdrt.control.http import Json
 from pdrt.control.text import TextPool
+from pdrt.control.traces import Tracing
 from pdrt.errors import BadRequest, TooLong
 from pdrt.keys import ClusterKey
 from pdrt.messages import Sampling
@@ -72,6 +73,7 @@ class Leader:
     served: Callable[[], None] = lambda: None  # called when a request has succeeded
     drain: Callable[[], None] = lambda: None
     takes_prompts: bool = False  # decode: its workers may compute a prompt that no prefill will
+    tracing: Tracing | None = None
     door: Door | None = None  # for the clients of a hybrid instance; None: no keys are asked for
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time

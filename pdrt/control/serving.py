@@ -23,7 +23,7 @@ from pdrt.control.call import Call, open_call, parts_of, rebind_of, submit_again
 from pdrt.control.claims import claimed
 from pdrt.control.dispatch import Stream
 from pdrt.control.generate import GenerateVoice
-from pdrt.control.http import REQUEST_ID, Json, error_of, read_json, request_id_of
+from pdrt.control.http import CANARY_HEADER, REQUEST_ID, Json, error_of, read_json, request_id_of
 from pdrt.control.job import cost_of
 from pdrt.control.join import Joiner
 from pdrt.control.leader import Leader
@@ -36,6 +36,7 @@ from pdrt.control.partreply import PartReply
 from pdrt.control.prompted import choices_of, prompt_of
 from pdrt.control.reply import Reply, StreamReply, Voice, WholeReply, long_json_of
 from pdrt.control.resume import take_up
+from pdrt.control.traces import TRACEPARENT, Served, Told
 from pdrt.control.webclient import WebClient
 from pdrt.errors import Conflict, DeadlinePassed, NotFound, PdrtError
 from pdrt.messages import Output, Submit
@@ -81,10 +82,10 @@ class Serving:
         leader, times = self._leader, Times(self._leader.clock())
         request[PD_PATH] = "local" if leader.role == "hybrid" else "disagg"  # if it is refused
         with self._told(request) as outcome:
+            outcome.times = times
             body = await read_json(request, leader.limits.max_body_bytes)
             call = open_call(leader, request, PATHS[request.path], body, times)
             outcome.room, request[PD_PATH] = call.room, call.path
-            outcome.times = times
             if leader.role == "prefill":
                 return await self._prefill_leg(call, outcome)
             # Of a leg it is None: the router has seen to it.
@@ -290,6 +291,7 @@ class Serving:
         self._meter.ended(request.path, outcome.code)
         for answer in outcome.answers if outcome.code == "ok" else ():
             self._meter.answered(answer)
+        self._trace(request, outcome)
         log.info(
             "request_ended",
             request_id=request_id_of(request),
@@ -300,6 +302,22 @@ class Serving:
             **outcome.usage,
             **({"timings_ms": told} if (told := outcome.timings) else {}),
         )
+
+    def _trace(self, request: web.Request, outcome: Outcome) -> None:
+        leader, times = self._leader, outcome.times
+        if leader.tracing is None or times is None or CANARY_HEADER in request.headers:
+            return
+        told: dict[str, Told] = {
+            "request_id": request_id_of(request),
+            "room": outcome.room,
+            "path": request.path,
+            **outcome.usage,
+            **{f"{phase}_ms": ms for phase, ms in times.phases.items()},
+        }
+        served = Served(
+            leader.role, times.arrived, leader.clock(), times.events(), told, outcome.code
+        )
+        leader.tracing.served(request.headers.get(TRACEPARENT, ""), served)
 
 
 async def _prefilled(stream: Stream) -> Output:

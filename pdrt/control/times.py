@@ -19,6 +19,13 @@ PHASES: Final = (
     "rebind",
     "retracted",
 )
+_REACHED: Final = {
+    "bootstrap": "both sides met",
+    "admission": "admitted",
+    "queue": "started",
+    "prefill": "prefilled",
+    "transfer": "transferred",
+}
 
 
 @dataclass(slots=True)
@@ -58,6 +65,17 @@ class Times:
         if self.gaps:
             told |= {"token_mean": _ms(self.mean_s), "token_max": _ms(self.longest_s)}
         return told
+
+    def events(self) -> list[tuple[str, float]]:
+        """What was reached when, on the leader's clock."""
+        if not self.tokenised:
+            return []
+        at, found = self.tokenised, [("queued", self.tokenised)]
+        for phase, ms in self.spent_ms:
+            at += ms / 1e3
+            if phase in _REACHED:
+                found.append((_REACHED[phase], at))
+        return [*found, ("first token", self.first)] if self.first else found
 
     @property
     def phases(self) -> dict[str, float]:
