@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,20 @@ from pdrt.control.reload import AnyReload, Reload
 from pdrt.errors import PdrtError, RateLimited
 
 _OUTCOMES: Final = ("admitted", "limited")
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request that was let in, and whose key it came with."""
+
+    name: str = ""
+    quota: Quota | None = None
+
+    def leave(self) -> None:
+        """It has ended; again is once."""
+        quota, self.quota = self.quota, None
+        if quota is not None:
+            quota.give()
 
 
 class Door:
@@ -68,26 +83,30 @@ class Door:
             self._count(quota, "limited")
         return error
 
-    @contextmanager
-    def held(self, authorization: str, tokens: int) -> Iterator[str]:
-        """A request as long as it runs, under its key's limits; the key's name, for the log.
+    def enter(self, authorization: str, tokens: int) -> Entry:
+        """A request is let in, under its key's limits, until it `leave`s.
 
         Raises RateLimited, or BadRequest for more tokens than the key ever has.
         """
         quota = self._ring.find(authorization) if self._is_closed else None
         if quota is None:  # no keys are asked for, or it was removed since
-            yield ""
-            return
+            return Entry()
         try:
             quota.take(tokens, self._clock())
         except RateLimited:
             self._count(quota, "limited")
             raise
         self._count(quota, "admitted")
+        return Entry(quota.name, quota)
+
+    @contextmanager
+    def held(self, authorization: str, tokens: int) -> Iterator[str]:
+        """The same for as long as the block runs; the key's name, for the log."""
+        entry = self.enter(authorization, tokens)
         try:
-            yield quota.name
+            yield entry.name
         finally:
-            quota.give()
+            entry.leave()
 
     def _count(self, quota: Quota, outcome: str) -> None:
         self._requests.labels(quota.name, outcome).inc()
