@@ -22,8 +22,8 @@ from pdrt.control import order
 from pdrt.control.fleet import Fleet
 from pdrt.control.front import STAGE, Router
 from pdrt.control.listen import listen
-from pdrt.control.relay import Clocks
 from pdrt.control.reload import Reload
+from pdrt.control.ticket import Clocks
 from pdrt.control.tls import context_of, paths_of
 from pdrt.control.wire.server import Server
 from pdrt.errors import ConfigError
