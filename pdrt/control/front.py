@@ -14,7 +14,7 @@ from typing import Final
 
 import structlog
 
-from pdrt.config import RouterConfig
+from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
 from pdrt.control.batched import carry_batch
 from pdrt.control.canary import try_pairs
@@ -30,6 +30,8 @@ from pdrt.control.relay import Relay
 from pdrt.control.reload import AnyReload, watch
 from pdrt.control.routermetrics import RouterMetrics
 from pdrt.control.ticket import Client, Clocks, Ticket, Tools
+from pdrt.control.traces import TRACEPARENT, Tracing
+from pdrt.control.tracing import open_tracing
 from pdrt.control.upstream import Upstream
 from pdrt.control.wire.client import Client as HttpClient
 from pdrt.control.wire.exchange import Exchange
@@ -72,6 +74,7 @@ class Router:
     batches: set[asyncio.Task[None]] = field(default_factory=set)
     rooms: set[int] = field(default_factory=set)  # idempotency keys of requests in flight
     entered: dict[Exchange, Entry] = field(default_factory=dict)  # those with a key
+    tracing: Tracing | None = None  # made when it starts, unless it is given
     draining: bool = False
     admitted: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -102,6 +105,7 @@ class Router:
             mint_room=self.mint_room,
             clocks=self.clocks,
             rebind_grace_s=timeouts.rebind_grace_s,
+            tracing=self._open_tracing(),
         )
         self.fleet.told = self._tell
         self.watching = asyncio.create_task(self._watch(self.tools))
@@ -112,6 +116,16 @@ class Router:
             with suppress(asyncio.CancelledError):
                 await self.watching
             await client.close()
+            if self.tracing is not None:
+                await asyncio.to_thread(self.tracing.close)
+
+    def _open_tracing(self) -> Tracing | None:
+        """Raises ConfigError when it is wanted and the package for it is not there."""
+        config = self.config
+        if self.tracing is None:
+            where = f"{bracketed(config.local_ip)}:{config.ports.router}"
+            self.tracing = open_tracing(config.telemetry, "pdrt-router", where)
+        return self.tracing
 
     async def _watch(self, tools: Tools) -> None:
         probe = tools.upstream.plain_status if tools.is_plain else tools.upstream.status
@@ -203,6 +217,7 @@ class Router:
             client_room=read.client_room,
             pinned=self.fleet.pinned(read.pin) if read.pin else None,
             key_name=entry.name,
+            traceparent=request.header(TRACEPARENT) if self.tracing is not None else None,
         )
         claim(self.rooms, read.client_room)
         try:

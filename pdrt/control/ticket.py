@@ -11,6 +11,7 @@ from typing import Protocol
 from pdrt.control.fleet import Fleet
 from pdrt.control.instances import Instance
 from pdrt.control.job import Job
+from pdrt.control.traces import Tracing
 from pdrt.control.upstream import Upstream
 from pdrt.control.wire.reply import Fields
 from pdrt.errors import PdrtError
@@ -72,6 +73,7 @@ class Tools:
     mint_room: Callable[[], int]
     clocks: Clocks
     rebind_grace_s: float
+    tracing: Tracing | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -91,3 +93,4 @@ class Ticket:
     key_name: str = ""  # whose API key it came with
     may_retry: bool = True
     lines: bytes = b""  # more header lines for its legs
+    traceparent: str | None = None  # the client's, or empty; None: it is not traced

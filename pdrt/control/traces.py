@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, TypeAlias
 
+from pdrt.control.legs import DecodeEnded, DecodeFailed, Event, PrefillDone, PrefillFailed
 from pdrt.errors import PdrtError
 
 TRACEPARENT: Final = "traceparent"
@@ -55,3 +56,18 @@ class Tracing(Protocol):
     def close(self) -> None:
         """Send what is still here; it takes a few seconds at most."""
         ...
+
+
+def note(trace: RequestTrace, event: Event) -> None:
+    """What ends a leg ends its span."""
+    match event:
+        case PrefillDone(leg):
+            trace.leg_ended("prefill", leg)
+        case PrefillFailed(leg, failure):
+            trace.leg_ended("prefill", leg, failure.error)
+        case DecodeEnded(leg):
+            trace.leg_ended("decode", leg)
+        case DecodeFailed(leg, failure):
+            trace.leg_ended("decode", leg, failure.error)
+        case _:
+            pass  # of no leg, or of one that goes on

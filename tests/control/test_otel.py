@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -16,7 +16,9 @@ from pdrt.control.traces import Served
 from pdrt.control.tracing import open_tracing
 from pdrt.errors import ConfigError, PeerLost
 from pdrt.settings import check
+from tests.control.fake_leader import prefilled, status
 from tests.control.leader_rig import BEARER, out, rigged
+from tests.control.router_rig import rig
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -30,10 +32,13 @@ class Recorded:
             self._exporter, sample, "pdrt-test", "here:1", lambda: 10**18, lambda: 50.0
         )
 
-    def spans(self) -> dict[str, ReadableSpan]:
-        """By name; no more of them afterwards."""
+    def all(self) -> Sequence[ReadableSpan]:
+        """No more of them afterwards."""
         self.otel.close()
-        return {span.name: span for span in self._exporter.get_finished_spans()}
+        return self._exporter.get_finished_spans()
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        return {span.name: span for span in self.all()}
 
 
 @pytest.fixture
@@ -150,6 +155,60 @@ async def test_trials_are_not_traced(recorded: Recorded) -> None:
         headers = {**BEARER, "x-pdrt-canary": "1"}
         await rig.post("/generate", {"prompt": "abc", **rig.leg()}, headers=headers)
     assert recorded.spans() == {}
+
+
+# At the router.
+
+
+async def test_both_legs_carry_the_clients_trace_to_their_leaders(recorded: Recorded) -> None:
+    async with rig(tracing=recorded.otel) as r:
+        assert (await r.send(headers={"traceparent": PARENT})).status == 200
+        await r.at_rest()
+        sent = [leader.seen[0].headers["traceparent"] for leader in (r.prefill[0], r.decode[0])]
+        assert not any("traceparent" in each.headers for each in r.decode[0].seen_canaries)
+    spans = recorded.spans()
+    assert spans.keys() == {"request", "prefill leg", "decode leg"}
+    legs = [f"00-{TRACE}-{id_of(spans[name])}-01" for name in ("prefill leg", "decode leg")]
+    assert sent == legs
+    whole = spans["request"]
+    assert parent_of(whole) == SPAN
+    assert whole.attributes is not None
+    assert whole.attributes["pdrt.decode"] == spans["decode leg"].attributes["pdrt.instance"]  # type: ignore[index]
+    assert [event.name for event in whole.events] == ["first byte"]
+
+
+async def test_a_leg_that_is_tried_again_is_another_span(recorded: Recorded) -> None:
+    async with rig(prefill=2, tracing=recorded.otel) as r:
+        for leader in r.prefill:
+            leader.plays.append(status(503, "down", "unavailable"))
+            leader.plays.append(prefilled())
+        r.prefill[1].plays.popleft()
+        r.prefill[0].plays.pop()
+        for _ in range(2):  # one of them comes to the one that is down
+            assert (await r.send(headers={"traceparent": PARENT})).status == 200
+        await r.at_rest()
+    legs = [span for span in recorded.all() if span.name == "prefill leg"]
+    assert len(legs) == 3
+    failed = [span for span in legs if span.status.status_code is StatusCode.ERROR]
+    assert [span.status.description for span in failed] == ["unavailable: down"]
+    assert {trace_of(span) for span in legs} == {TRACE}
+
+
+async def test_a_request_that_fails_is_a_span_with_its_error(recorded: Recorded) -> None:
+    async with rig(tracing=recorded.otel) as r:
+        r.decode[0].plays.append(status(400, "no", "bad_request"))
+        assert (await r.send()).status == 400
+        await r.at_rest()
+    spans = recorded.spans()
+    assert spans["request"].status.description == "bad_request: no"
+    assert spans["decode leg"].status.status_code is StatusCode.ERROR
+    assert [event.name for event in spans["prefill leg"].events] in ([], ["cancelled"])
+
+
+async def test_off_nothing_is_made_and_a_clients_header_goes_no_further() -> None:
+    async with rig() as r:
+        assert (await r.send(headers={"traceparent": PARENT})).status == 200
+        assert "traceparent" not in r.decode[0].seen[0].headers
 
 
 # Whether it is on.
