@@ -43,7 +43,7 @@ from pdrt.data.trial import try_out
 from pdrt.device.poolsize import host_bytes
 from pdrt.errors import ConfigError, PdrtError
 from pdrt.findings import Finding, Verdict, fine, note, wrong
-from pdrt.frontdoor import check_door
+from pdrt.frontdoor import check_door, check_keys
 from pdrt.modelspec import ModelSpec
 
 _TOUCH_S: Final = 1.0
@@ -122,6 +122,8 @@ def _node(config: NodeConfig, role: Role | None, cache: Path) -> Iterator[Findin
     yield from _instance(config, role)
     yield from _ports(config, role, host)
     yield from _key(config.security, host)
+    if config.security.api_keys_file and role in (None, "hybrid"):
+        yield from check_keys(config.security, host)
 
 
 def _router(config: RouterConfig) -> Iterator[Finding]:

@@ -20,11 +20,12 @@ _SOON_DAYS: Final = 14
 
 def check_door(security: SecuritySection, host: str, now: float | None = None) -> Iterator[Finding]:
     """One finding a thing; what is not configured is worth knowing where others reach it."""
-    yield from _keys(security, host)
+    yield from check_keys(security, host)
     yield from _tls(security, host, time.time() if now is None else now)
 
 
-def _keys(security: SecuritySection, host: str) -> Iterator[Finding]:
+def check_keys(security: SecuritySection, host: str) -> Iterator[Finding]:
+    """Of a router, or of a hybrid leader that clients talk to."""
     if not security.api_keys_file:
         if not security.api_keys and not is_loopback(host):
             yield note(

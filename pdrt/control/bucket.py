@@ -31,8 +31,9 @@ class Bucket:
 
     def take(self, cost: float, now: float) -> None:
         """After `wait` said 0."""
-        self._fill(now)
-        self.level -= cost
+        if self.per_minute:
+            self._fill(now)
+            self.level -= cost
 
     def resize(self, per_minute: int, now: float) -> None:
         """Another allowance: who had used up the old one does not begin anew."""

@@ -50,6 +50,7 @@ class Door:
         """Raises ConfigError when the keys cannot be read."""
         self._security, self._clock = security, clock
         self._ring = KeyRing(clock)
+        self._counts: dict[tuple[str, str], Counter] = {}  # bound: each request has one
         self._is_closed = bool(security.api_keys or security.api_keys_file)
         self._gate = Gate(self._ring, clock, open_paths, counted_paths)
         self._requests = Counter(
@@ -73,6 +74,11 @@ class Door:
         for name in self._ring.replace(records):
             for outcome in _OUTCOMES:
                 self._requests.remove(name, outcome)
+        self._counts = {
+            (record.name, outcome): self._requests.labels(record.name, outcome)
+            for record in records
+            for outcome in _OUTCOMES
+        }
 
     def refusal(self, method: str, path: str, authorization: str) -> PdrtError | None:
         """Why a request with this head is not let in."""
@@ -109,4 +115,4 @@ class Door:
             entry.leave()
 
     def _count(self, quota: Quota, outcome: str) -> None:
-        self._requests.labels(quota.name, outcome).inc()
+        self._counts[quota.name, outcome].inc()

@@ -17,7 +17,7 @@ from pdrt.config import RouterConfig
 from pdrt.control.front import Router
 from pdrt.control.instances import Instance
 from pdrt.control.pairs import Trust
-from pdrt.control.router import make_router, make_server
+from pdrt.control.router import make_router, make_server, tls_of
 from pdrt.control.ticket import Clocks
 from pdrt.control.traces import Tracing
 from pdrt.data.peer import Health
@@ -137,8 +137,10 @@ class Rig:
         self.server = make_server(self.router)
         self._stack.push_async_callback(self.server.close, 0.01)
         listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        await self.server.start(listening)
+        tls = tls_of(self.router, self.server)
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{listening.getsockname()[1]}"
+        await self.server.start(listening, tls)
 
     async def ready(self) -> None:
         await until(lambda: self.router.fleet.is_ready and not self._is_trying)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import io
+import json
 import os
 import socket
 import ssl
@@ -23,8 +25,11 @@ from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
 from pdrt.security import SecuritySection
 from pdrt.settings import check
+from tests.control.fake_leader import stream
+from tests.control.router_rig import rig
 
 NAME = "router.test"
+TLS = {"tls_cert", "tls_key"}
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +184,32 @@ async def _refused(port: int, ca: trustme.CA, own: trustme.LeafCert | None) -> N
         await client.reader.readexactly(1)
     finally:
         await client.close()
+
+
+async def test_answers_streams_and_large_prompts_pass_through_tls(
+    ca: trustme.CA, tmp_path: Path
+) -> None:
+    files = section(put(tmp_path, ca.issue_cert("127.0.0.1"))).model_dump(include=TLS)
+    context = ssl.create_default_context()
+    ca.configure_trust(context)
+    pieces = [b"data: %d\n\n" % number + b": " + b"x" * 50_000 + b"\n\n" for number in range(40)]
+    async with rig(security=files) as r:
+        large = {"prompt": "p" * 4_000_000}
+        body = io.BytesIO(json.dumps(large).encode())
+        async with r.session.post(r.url + "/generate", data=body, ssl=context) as answer:
+            assert answer.status == 200
+        assert r.prefill[0].seen[0].body["prompt"] == large["prompt"]
+        r.decode[0].plays.append(stream(*pieces))
+        asked = {"prompt": "x", "stream": True}
+        async with r.session.post(r.url + "/generate", json=asked, ssl=context) as answer:
+            assert await answer.read() == b"".join(pieces)
+        r.decode[0].plays.append(stream(pieces[0], ending="hang"))
+        async with r.session.post(r.url + "/generate", json=asked, ssl=context) as answer:
+            await answer.content.readany()
+            answer.close()  # the client leaves: both legs are let go
+        await r.at_rest()
+        async with r.session.post(r.url + "/generate", data=b"junk", ssl=context) as answer:
+            assert answer.status == 400
 
 
 # Files.
