@@ -15,7 +15,18 @@ from pdrt.config import NodeConfig, RouterConfig, load
 from pdrt.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ["up", "demo-model", "node", "router", "generate", "chat", "doctor", "bench", "keys"]
+COMMANDS = [
+    "up",
+    "demo-model",
+    "node",
+    "router",
+    "generate",
+    "chat",
+    "doctor",
+    "bench",
+    "conformance",
+    "keys",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from pdrt.config import Role
 from pdrt.control.dispatch import DPDispatcher
 from pdrt.control.door import Door
+from pdrt.control.grammarcheck import GrammarCheck
 from pdrt.control.http import Json
 from pdrt.control.text import TextPool
 from pdrt.control.traces import Tracing
@@ -63,6 +64,7 @@ class Leader:
     model: str  # what clients call it
     dispatcher: DPDispatcher
     text: TextPool
+    grammars: GrammarCheck
     limits: Limits
     key: ClusterKey | None
     registry: CollectorRegistry

@@ -16,6 +16,7 @@ from pdrt.config import Role, SecuritySection
 from pdrt.control.api import make_app
 from pdrt.control.dispatch import DPDispatcher
 from pdrt.control.door import Door
+from pdrt.control.grammarcheck import GrammarCheck
 from pdrt.control.http import listen
 from pdrt.control.leader import Leader, Limits
 from pdrt.control.order import PATHS
@@ -194,6 +195,7 @@ async def rigged(role: Role = "hybrid", **changes: Any) -> AsyncIterator[Rig]:
         model="null",
         dispatcher=dispatcher,
         text=TextPool(ByteText()),
+        grammars=GrammarCheck("null", 257, (EOS,)),
         limits=replace(Limits(max_model_len=1000, vocab=257), **of_limits),
         key=KEY,
         registry=registry,
