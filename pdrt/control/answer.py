@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pdrt.control.detokenize import Pieces, StopScanner
 from pdrt.control.http import Json
 from pdrt.control.likely import Odds, PromptPart
+from pdrt.control.times import Times as Times
 from pdrt.errors import BadMessage, PdrtError
 from pdrt.messages import Finish, Output, unpack_tops
 
@@ -28,20 +29,6 @@ class Delta:
 
 
 @dataclass(slots=True)
-class Times:
-    """Seconds on the leader's clock; zero until known."""
-
-    arrived: float
-    tokenised: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-
-    def json(self) -> Json:
-        marks = {"tokenise": self.tokenised, "first_token": self.first, "total": self.last}
-        return {name: round((at - self.arrived) * 1000, 3) for name, at in marks.items() if at}
-
-
-@dataclass(slots=True)
 class Choice:
     """One of the n sequences after a prompt."""
 
@@ -54,6 +41,7 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     odds: list[Odds] = field(default_factory=list)
     finish: Finish | None = None
+    said_at: float = 0.0  # when its last token came
 
     @property
     def text(self) -> str:
@@ -151,13 +139,17 @@ class Answer:
 
     def take(self, output: Output, now: float) -> Delta:
         """Add what a worker said to the choice that it names."""
-        if output.tokens and not self.times.first:
-            self.times.first = now
+        choice = self.choices[output.index]
+        if output.tokens:
+            self.times.said(now, choice.said_at, len(output.tokens))
+            choice.said_at = now
         self.times.last = now
+        if output.spent_ms:
+            self.times.spent_ms = output.spent_ms
         if not self.is_resumed:
             cached = max(self.cached_tokens, output.cached_tokens)
             self.cached_tokens = min(cached, self.prompt_tokens)
-        delta = self.choices[output.index].take(output)
+        delta = choice.take(output)
         if self.best:
             told = output.logprobs[: len(delta.ids)]
             if len(told) < len(delta.ids):

@@ -14,13 +14,12 @@ from pdrt.control.http import (
     add_request_id,
     check_bearer,
     error_middleware,
-    has_api_key,
     metrics_response,
 )
 from pdrt.control.leader import Leader
 from pdrt.control.order import PATHS
 from pdrt.control.serving import PD_PATH, Serving
-from pdrt.errors import NotFound, Unauthorized
+from pdrt.errors import NotFound
 
 STALL_S: Final = 10.0  # an event loop that has not turned for so long is not alive
 _OPEN: Final = frozenset({"/health", "/ready", "/metrics"})
@@ -120,13 +119,14 @@ def _allow(leader: Leader) -> Middleware:
 
 
 def _check_client(request: web.Request, leader: Leader) -> None:
-    """Raises Unauthorized unless a client's key or the cluster's is sent, or none is needed."""
-    if not leader.api_keys:
+    """Raises PdrtError unless a client's key or the cluster's is sent, or none is needed."""
+    if leader.door is None:
         return
-    header = request.headers.get("authorization")
-    is_member = leader.key is not None and leader.key.is_bearer(header)
-    if not is_member and not has_api_key(request, leader.api_keys):
-        raise Unauthorized("a client key is missing or wrong")
+    header = request.headers.get("authorization", "")
+    if leader.key is not None and leader.key.is_bearer(header):
+        return
+    if refusal := leader.door.refusal(request.method, request.path, header):
+        raise refusal
 
 
 async def _add_path(request: web.Request, response: web.StreamResponse) -> None:

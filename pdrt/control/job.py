@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from pdrt.config import Role
 from pdrt.control.http import Json
@@ -12,6 +12,8 @@ from pdrt.control.merge import Merge
 from pdrt.control.order import Chat, Order, Pin, leg_body
 from pdrt.control.policy import weight_of
 from pdrt.control.schema import Leg
+
+UNNAMED_TOKENS: Final = 256  # that an answer is taken to have when nobody says how many
 
 
 class Job(Protocol):
@@ -75,14 +77,22 @@ class OrderJob:
 
     @property
     def answer_weight(self) -> int:
-        each = self.order.max_tokens or self.order.default_tokens or 0
-        return self.prompt_weight + each * self.order.drawn
+        order = self.order
+        each = order.max_tokens
+        if each is None:
+            each = order.default_tokens or UNNAMED_TOKENS
+        return self.prompt_weight + each * order.drawn
 
     def body(self, side: Role, leg: Leg) -> bytes:
         return _dumped(leg_body(side, self.order, leg, self.seed))
 
     def merge(self, request_id: str, created: int) -> Merge | None:
         return Merge(self.order, request_id, created) if self.order.is_prompt_told else None
+
+
+def cost_of(order: Order) -> int:
+    """Tokens that an order may come to, all its prompts and answers together."""
+    return sum(OrderJob(part, seed=0).answer_weight for part in order.parts())
 
 
 @dataclass(frozen=True, slots=True)
