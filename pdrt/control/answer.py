@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from pdrt.control.detokenize import Pieces, StopScanner
 from pdrt.control.http import Json
 from pdrt.control.likely import Odds, PromptPart
+from pdrt.control.toolcalls import CallPiece, ToolReader, joined
 from pdrt.errors import BadMessage, PdrtError
 from pdrt.messages import Finish, Output, unpack_tops
+
+End: TypeAlias = Finish | Literal["tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +26,10 @@ class Delta:
 
     text: str
     ids: tuple[int, ...]
-    finish: Finish | None = None
+    finish: End | None = None
     index: int = 0
     odds: tuple[Odds, ...] = ()  # one an id, where they are wanted
+    calls: tuple[CallPiece, ...] = ()
 
 
 @dataclass(slots=True)
@@ -53,7 +58,9 @@ class Choice:
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     odds: list[Odds] = field(default_factory=list)
-    finish: Finish | None = None
+    finish: End | None = None
+    tools: ToolReader | None = None  # where its text may be calls
+    calls: list[CallPiece] = field(default_factory=list)  # each whole
 
     @property
     def text(self) -> str:
@@ -69,35 +76,61 @@ class Choice:
         self.ids += delta.ids
         self.texts.append(delta.text)
         self.odds += delta.odds
+        self.calls = joined((*self.calls, *delta.calls))
         self.finish = delta.finish
         return delta
 
     def _add(self, output: Output) -> Delta:
         spoken, silent = _spoken(output)
-        text: list[str] = []
+        said = _Said()
         begins: list[int] = []  # where each token's text does
         for token in spoken:
             begins.append(self.reached)
             piece = self.pieces.push(token)
             self.reached += len(piece)
-            said, is_stopped = self.scanner.feed(piece)
-            text.append(said)
-            if is_stopped:
-                return self._delta(text, output, begins, "stop")
+            if finish := self._hear(piece, said):
+                return self._delta(said, output, begins, finish)
         if output.finish is None:
-            return self._delta(text, output, begins, None)
+            return self._delta(said, output, begins, None)
         begins += [self.reached] * len(silent)
-        said, is_stopped = self.scanner.feed(self.pieces.flush())
-        text += (said, "" if is_stopped else self.scanner.rest())
-        is_length = output.finish == "length" and not is_stopped
-        return self._delta(text, output, begins, "length" if is_length else "stop")
+        finish = self._hear(self.pieces.flush(), said)
+        if not finish:
+            self._say(self.scanner.rest(), said)
+        return self._delta(said, output, begins, finish or _end(output))
 
-    def _delta(
-        self, text: list[str], output: Output, begins: list[int], finish: Finish | None
-    ) -> Delta:
+    def _hear(self, piece: str, said: _Said) -> End | None:
+        """Text that a stop string or a last call may end."""
+        text, is_stopped = self.scanner.feed(piece)
+        self._say(text, said)
+        if is_stopped:
+            return "stop"
+        return "tool_calls" if self.tools is not None and self.tools.is_done else None
+
+    def _say(self, text: str, said: _Said) -> None:
+        if self.tools is None:
+            said.text.append(text)
+        else:
+            said.add(self.tools.feed(text))
+
+    def _delta(self, said: _Said, output: Output, begins: list[int], finish: End | None) -> Delta:
         """Of the output's tokens as many as have a beginning."""
+        if self.tools is not None and finish:
+            said.add(self.tools.rest())
+            if finish == "stop" and self.tools.has_called:
+                finish = "tool_calls"
         odds = _odds(output, begins) if self.with_odds else ()
-        return Delta("".join(text), output.tokens[: len(begins)], finish, output.index, odds)
+        ids, calls = output.tokens[: len(begins)], tuple(joined(said.calls))
+        return Delta("".join(said.text), ids, finish, output.index, odds, calls)
+
+
+@dataclass(slots=True)
+class _Said:
+    text: list[str] = field(default_factory=list)
+    calls: list[CallPiece] = field(default_factory=list)
+
+    def add(self, told: tuple[str, Sequence[CallPiece]]) -> None:
+        self.text.append(told[0])
+        self.calls += told[1]
 
 
 @dataclass(slots=True)
@@ -164,6 +197,10 @@ class Answer:
                 raise PdrtError("the worker told no odds, by which the best answers are chosen")
             self.likely[output.index] = self.likely.get(output.index, 0.0) + sum(told)
         return delta
+
+
+def _end(output: Output) -> End:
+    return "length" if output.finish == "length" else "stop"
 
 
 def _spoken(output: Output) -> tuple[Sequence[int], Sequence[int]]:

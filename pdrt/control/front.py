@@ -16,6 +16,7 @@ import structlog
 
 from pdrt.config import RouterConfig
 from pdrt.control import order
+from pdrt.control.askany import ask_any
 from pdrt.control.batch import Batch
 from pdrt.control.canary import try_pairs
 from pdrt.control.claims import claimed
@@ -347,6 +348,12 @@ class Router:
         names = sorted({status.model for status in said if status.model})
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "pdrt"} for name in names]
         return Reply.json({"object": "list", "data": data})
+
+    async def ask_any(self, request: Request) -> Reply:
+        """What needs a tokenizer, which only leaders have."""
+        assert self.tools is not None, "requests come while the application runs"
+        within_s = self.config.timeouts.request_s
+        return await ask_any(self.fleet.instances, self.tools.upstream, request, within_s)
 
     async def metrics_text(self, _request: Request) -> Reply:
         self.metrics.in_flight.set(self.admitted)

@@ -53,7 +53,9 @@ class OrderJob:
     @property
     def prompt_weight(self) -> int:
         prompt = self.order.prompt
-        return weight_of(list(prompt.turns) if isinstance(prompt, Chat) else prompt)
+        if isinstance(prompt, Chat):
+            return weight_of([*prompt.turns, *map(json.dumps, prompt.tools)])
+        return weight_of(prompt)
 
     @property
     def answer_weight(self) -> int:

@@ -55,6 +55,8 @@ def make_router(
     for path in order.PATHS:
         routes.add_stream("POST", path, router.serve)
     routes.add("GET", "/v1/models", router.models)
+    for path in order.TOKEN_PATHS:
+        routes.add("POST", path, router.ask_any)
     routes.add("GET", "/health", router.health)
     routes.add("GET", "/ready", router.ready)
     routes.add("GET", "/metrics", router.metrics_text)
