@@ -76,61 +76,60 @@ class Choice:
         self.ids += delta.ids
         self.texts.append(delta.text)
         self.odds += delta.odds
-        self.calls = joined((*self.calls, *delta.calls))
+        if delta.calls:
+            self.calls = joined((*self.calls, *delta.calls))
         self.finish = delta.finish
         return delta
 
     def _add(self, output: Output) -> Delta:
         spoken, silent = _spoken(output)
-        said = _Said()
+        text: list[str] = []
+        calls: list[CallPiece] = []
         begins: list[int] = []  # where each token's text does
+        tools = self.tools
         for token in spoken:
             begins.append(self.reached)
             piece = self.pieces.push(token)
             self.reached += len(piece)
-            if finish := self._hear(piece, said):
-                return self._delta(said, output, begins, finish)
+            said, is_stopped = self.scanner.feed(piece)
+            if tools is not None:
+                said = _listen(tools, said, calls)
+            text.append(said)
+            if is_stopped or (tools is not None and tools.is_done):
+                return self._delta(text, calls, output, begins, "stop")
         if output.finish is None:
-            return self._delta(said, output, begins, None)
+            return self._delta(text, calls, output, begins, None)
         begins += [self.reached] * len(silent)
-        finish = self._hear(self.pieces.flush(), said)
-        if not finish:
-            self._say(self.scanner.rest(), said)
-        return self._delta(said, output, begins, finish or _end(output))
+        said, is_stopped = self.scanner.feed(self.pieces.flush())
+        said += "" if is_stopped else self.scanner.rest()
+        text.append(said if tools is None else _listen(tools, said, calls))
+        is_length = output.finish == "length" and not is_stopped
+        return self._delta(text, calls, output, begins, "length" if is_length else "stop")
 
-    def _hear(self, piece: str, said: _Said) -> End | None:
-        """Text that a stop string or a last call may end."""
-        text, is_stopped = self.scanner.feed(piece)
-        self._say(text, said)
-        if is_stopped:
-            return "stop"
-        return "tool_calls" if self.tools is not None and self.tools.is_done else None
-
-    def _say(self, text: str, said: _Said) -> None:
-        if self.tools is None:
-            said.text.append(text)
-        else:
-            said.add(self.tools.feed(text))
-
-    def _delta(self, said: _Said, output: Output, begins: list[int], finish: End | None) -> Delta:
+    def _delta(
+        self,
+        text: list[str],
+        calls: list[CallPiece],
+        output: Output,
+        begins: list[int],
+        finish: End | None,
+    ) -> Delta:
         """Of the output's tokens as many as have a beginning."""
-        if self.tools is not None and finish:
-            said.add(self.tools.rest())
-            if finish == "stop" and self.tools.has_called:
-                finish = "tool_calls"
+        if finish and self.tools is not None:
+            rest, more = self.tools.rest()
+            text.append(rest)
+            calls += more
+            finish = "tool_calls" if finish == "stop" and self.tools.has_called else finish
         odds = _odds(output, begins) if self.with_odds else ()
-        ids, calls = output.tokens[: len(begins)], tuple(joined(said.calls))
-        return Delta("".join(said.text), ids, finish, output.index, odds, calls)
+        ids, told = output.tokens[: len(begins)], tuple(joined(calls)) if calls else ()
+        return Delta("".join(text), ids, finish, output.index, odds, told)
 
 
-@dataclass(slots=True)
-class _Said:
-    text: list[str] = field(default_factory=list)
-    calls: list[CallPiece] = field(default_factory=list)
-
-    def add(self, told: tuple[str, Sequence[CallPiece]]) -> None:
-        self.text.append(told[0])
-        self.calls += told[1]
+def _listen(tools: ToolReader, said: str, calls: list[CallPiece]) -> str:
+    """The part of a text that is no call."""
+    text, more = tools.feed(said)
+    calls += more
+    return text
 
 
 @dataclass(slots=True)
@@ -197,10 +196,6 @@ class Answer:
                 raise PdrtError("the worker told no odds, by which the best answers are chosen")
             self.likely[output.index] = self.likely.get(output.index, 0.0) + sum(told)
         return delta
-
-
-def _end(output: Output) -> End:
-    return "length" if output.finish == "length" else "stop"
 
 
 def _spoken(output: Output) -> tuple[Sequence[int], Sequence[int]]:

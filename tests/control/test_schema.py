@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,16 @@ from pdrt.control.order import (
     parse_rebind,
     split_leg,
 )
-from pdrt.control.schema import ChatRequest, CompletionRequest, Drawing, GenerateRequest, Leg
+from pdrt.control.schema import (
+    IGNORED,
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    Drawing,
+    GenerateDrawing,
+    GenerateRequest,
+    Leg,
+)
 from pdrt.errors import BadRequest, TooLong
 from pdrt.messages import Grammar, Sampling
 
@@ -679,3 +689,10 @@ def test_internal_bodies_are_checked_too() -> None:
     assert parse_rebind(rebind).disagg_prefill_dp_rank == -1
     with pytest.raises(BadRequest, match="bootstrap_port"):
         parse_rebind(rebind | {"bootstrap_port": 0})
+
+
+def test_every_field_is_in_the_reference_and_so_is_what_is_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    kinds = (ChatRequest, CompletionRequest, GenerateRequest, GenerateDrawing)
+    names = {name for kind in kinds for name in kind.model_fields} | UNSUPPORTED.keys() | IGNORED
+    assert {name for name in names if f"`{name}`" not in page} == set()
