@@ -60,7 +60,7 @@ class Choice:
     odds: list[Odds] = field(default_factory=list)
     finish: End | None = None
     tools: ToolReader | None = None  # where its text may be calls
-    calls: list[CallPiece] = field(default_factory=list)  # each whole
+    calls: list[CallPiece] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -76,8 +76,7 @@ class Choice:
         self.ids += delta.ids
         self.texts.append(delta.text)
         self.odds += delta.odds
-        if delta.calls:
-            self.calls = joined((*self.calls, *delta.calls))
+        self.calls += delta.calls
         self.finish = delta.finish
         return delta
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pdrt.control.answer import Answer, Choice, Delta
 from pdrt.control.http import Json
 from pdrt.control.likely import BytesOf, Odds, PromptPart, for_chat, for_completion
-from pdrt.control.toolcalls import CallPiece
+from pdrt.control.toolcalls import CallPiece, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class OpenAIVoice:
         if self.is_chat:
             message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
             if choice.calls:
-                calls = [_call(piece) for piece in choice.calls]
+                calls = [_call(piece) for piece in joined(choice.calls)]
                 message |= {"content": choice.text or None, "tool_calls": calls}
             return {"message": message, "logprobs": self._odds(choice.odds)}
         before = prompt or PromptPart("")

@@ -50,9 +50,10 @@ class Sink:
 
     def __init__(self, names: Collection[str], id_of: Callable[[int], str]) -> None:
         self.names, self._id_of = names, id_of
-        self.text: list[str] = []
-        self.calls: list[CallPiece] = []
-        self.held = ""
+        self._text: list[str] = []
+        self._calls: list[CallPiece] = []
+        self._arguments: list[str] = []  # of the call that was begun last
+        self.held: list[str] = []
         self.begun = self.ended = 0
         self.is_open = False  # within a call that has been told
 
@@ -62,7 +63,7 @@ class Sink:
         if not char:
             raise Ended
         if not self.is_open:
-            self.held += char
+            self.held.append(char)
         return char
 
     def read_solid(self) -> Asking:
@@ -73,21 +74,31 @@ class Sink:
 
     def is_text(self) -> None:
         """What was held is no call."""
-        if self.held:
-            self.text.append(self.held)
-            self.held = ""
+        self._text += self.held
+        self.held.clear()
 
     def begin(self, name: str) -> None:
-        self.calls.append(CallPiece(self.begun, self._id_of(self.begun), name))
+        self._settle()
+        self._calls.append(CallPiece(self.begun, self._id_of(self.begun), name))
         self.begun += 1
-        self.is_open, self.held = True, ""
+        self.is_open = True
+        self.held.clear()
 
     def argue(self, text: str) -> None:
-        last = self.calls[-1] if self.calls else None
-        if last is not None and last.index == self.begun - 1:
-            self.calls[-1] = replace(last, arguments=last.arguments + text)
-        else:
-            self.calls.append(CallPiece(self.begun - 1, arguments=text))
+        self._arguments.append(text)
+
+    def taken(self) -> tuple[str, Sequence[CallPiece]]:
+        """What was found since it was asked for last."""
+        self._settle()
+        text, calls = "".join(self._text), joined(self._calls)
+        self._text, self._calls = [], []
+        return text, calls
+
+    def _settle(self) -> None:
+        if self._arguments:
+            arguments = "".join(self._arguments)
+            self._calls.append(CallPiece(self.begun - 1, arguments=arguments))
+            self._arguments = []
 
     def tell(self, name: str, arguments: str) -> None:
         """A call as a whole, unless it is being told already."""
@@ -125,7 +136,7 @@ class ToolReader:
             if self.is_done:
                 break
             self._reading.send(char)
-        return self._told()
+        return self._sink.taken()
 
     def rest(self) -> tuple[str, Sequence[CallPiece]]:
         """The same when the text has ended."""
@@ -134,27 +145,20 @@ class ToolReader:
             with suppress(Ended):
                 self._reading.send("")
         sink = self._sink
-        if self.is_done or (self.has_called and not sink.held.strip()):
-            sink.held = ""  # what stands between calls
+        if self.is_done or (self.has_called and not "".join(sink.held).strip()):
+            sink.held.clear()  # what stands between calls
         sink.is_text()
-        return self._told()
-
-    def _told(self) -> tuple[str, Sequence[CallPiece]]:
-        sink = self._sink
-        text, calls = "".join(sink.text), sink.calls
-        sink.text, sink.calls = [], []
-        return text, calls
+        return sink.taken()
 
 
 def joined(pieces: Sequence[CallPiece]) -> list[CallPiece]:
     """One piece a call, in their order."""
-    found: list[CallPiece] = []
+    firsts: dict[int, CallPiece] = {}
+    arguments: dict[int, list[str]] = {}
     for piece in pieces:
-        if found and found[-1].index == piece.index:
-            found[-1] = replace(found[-1], arguments=found[-1].arguments + piece.arguments)
-        else:
-            found.append(piece)
-    return found
+        firsts.setdefault(piece.index, piece)
+        arguments.setdefault(piece.index, []).append(piece.arguments)
+    return [replace(first, arguments="".join(arguments[index])) for index, first in firsts.items()]
 
 
 def call_id(answer: str, form: ToolFormat, index: int) -> str:

@@ -26,17 +26,17 @@ def _until(sink: Sink, marker: str) -> Reading:
         if not char:
             raise Ended
         if char == marker[matched]:
-            sink.held += char
+            sink.held.append(char)
             matched += 1
         elif char in SPACE and not matched:
-            sink.held += char  # it belongs to the text only if more text follows
+            sink.held.append(char)  # it belongs to the text only if more text follows
         else:
             is_first = char == marker[0]
             if not is_first:
-                sink.held += char
+                sink.held.append(char)
             sink.is_text()
             if is_first or char in SPACE:
-                sink.held = char if is_first else ""
+                sink.held = [char] if is_first else []
             matched = int(is_first)
 
 
@@ -181,7 +181,7 @@ def _closing(sink: Sink, marker: str) -> Reading:
             return
         if at + 1 < len(marker):
             char = yield from sink.read()
-    sink.held = ""
+    sink.held.clear()
 
 
 def _llama(sink: Sink) -> Reading:
@@ -221,7 +221,7 @@ def _list(sink: Sink) -> Reading:
             return
         char = yield from sink.read_solid()
     if char == "]":
-        sink.held = ""
+        sink.held.clear()
 
 
 def _named(sink: Sink, first: str) -> Reading:
@@ -257,22 +257,23 @@ def _deepseek(sink: Sink) -> Reading:
     name, separator and object (V3.1)."""
     while True:
         yield from _until(sink, _DEEPSEEK)
-        while (yield from _marked(sink)) == _ONE:
+        has_called = False
+        while (marker := (yield from _marked(sink))) == _ONE:
             if not (yield from _separated(sink)):
-                sink.is_text()
                 break
+            has_called = True
             yield from _up_to(sink, _ONE_END)
-            sink.held = ""
+            sink.held.clear()
+        if has_called and marker == _DEEPSEEK_END:
+            sink.held.clear()
         sink.is_text()
 
 
 def _marked(sink: Sink) -> Asking:
-    """The marker that follows; the end of calls is dropped."""
+    """The marker that follows."""
     found = yield from sink.read_solid()
     while any(each.startswith(found) and each != found for each in (_ONE, _DEEPSEEK_END)):
         found += yield from sink.read()
-    if found == _DEEPSEEK_END:
-        sink.held = ""
     return found
 
 

@@ -22,7 +22,7 @@ from pdrt.control.http import Json
 from pdrt.control.order import Chat
 from pdrt.control.template import ChatTemplate
 from pdrt.control.text import ByteText, ModelText, TextPool, open_text
-from pdrt.control.toolcalls import Sink, ToolReader
+from pdrt.control.toolcalls import Sink, ToolReader, joined
 from pdrt.control.toolformats import HERMES, LLAMA, MISTRAL
 from pdrt.errors import BadRequest, ConfigError, Overloaded, PdrtError
 from pdrt.messages import Finish, Output, pack_tops
@@ -516,7 +516,7 @@ def test_an_answer_that_calls_ends_so_however_its_tokens_were_grouped(size: int)
     deltas.append(answer.take(out("", "stop", eos=True), 2.0))
     (choice,) = answer.choices
     assert (choice.text, choice.finish, deltas[-1].finish) == ("Hm.", "tool_calls", "tool_calls")
-    assert [(c.id, c.name, c.arguments) for c in choice.calls] == [
+    assert [(c.id, c.name, c.arguments) for c in joined(choice.calls)] == [
         ("0", "f", '{"a": 1}'),
         ("1", "f", '{"a": 1}'),
     ]
@@ -532,7 +532,7 @@ def test_an_answer_that_may_call_once_ends_with_its_call(size: int) -> None:
             break
     (choice,) = answer.choices
     assert bytes(choice.ids).decode() == TWO[: TWO.index("</")], "what follows does not count"
-    assert (choice.finish, len(choice.calls)) == ("tool_calls", 1)
+    assert (choice.finish, len(joined(choice.calls))) == ("tool_calls", 1)
 
 
 @pytest.mark.parametrize("end", ["length", "STOP"])
@@ -541,7 +541,7 @@ def test_a_call_that_is_cut_keeps_what_there_is_of_it(end: str) -> None:
     answer.take(out(begun), 1.0)
     last = out("", "length") if end == "length" else out("STOP")
     assert answer.take(last, 1.0).finish == ("length" if end == "length" else "tool_calls")
-    assert answer.choices[0].calls[0].arguments == '{"a": 1'
+    assert joined(answer.choices[0].calls)[0].arguments == '{"a": 1'
 
 
 def test_without_a_template_chat_is_refused_and_text_is_served(tmp_path: Path) -> None:

@@ -146,6 +146,8 @@ NO_CALLS = [
     ("mistral", "[TOOL_CALLS]"),
     ("deepseek", f"{BEGIN}{ONE}unknown{SEP}{{}}{ONE_END}{END}"),
     ("deepseek", f"{BEGIN}nothing"),
+    ("deepseek", f"{BEGIN}{END}"),
+    ("mistral", "[TOOL_CALLS] []"),
     ("deepseek", f"{BEGIN}{ONE}" + "x" * 999),
     ("listed", "[]"),
     ("listed", "no list"),
