@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from pdrt.control.instances import Instance
-from pdrt.control.upstream import Upstream
+from pdrt.control.upstream import Upstream, Whole
 from pdrt.control.wire.reply import Reply
 from pdrt.control.wire.request import Request
-from pdrt.errors import DeadlinePassed, NotFound, PeerLost, Unavailable
+from pdrt.errors import DeadlinePassed, NotFound, PdrtError, PeerLost, Unavailable
 
 MAX_ANSWER: Final = 1 << 27
 _TRIES: Final = 3
@@ -44,14 +44,31 @@ def _able(instances: Iterable[Instance], model: object) -> list[Instance]:
 
 
 async def _first_answer(able: list[Instance], upstream: Upstream, request: Request) -> Reply:
-    lost: Unavailable = Unavailable("no instance answered")
+    lost = PeerLost("no instance answered")
     for instance in able[:_TRIES]:
-        headers = {"x-request-id": request.id}
         try:
-            async with upstream.post(instance, request.path, request.body, headers) as answer:
-                said = await answer.whole(MAX_ANSWER)
-                kind = answer.headers.get("content-type", "application/json")
-                return Reply(answer.status, said, kind)
+            return await _ask(instance, upstream, request)
         except PeerLost as error:
             lost = error
     raise lost
+
+
+async def _ask(instance: Instance, upstream: Upstream, request: Request) -> Reply:
+    """Raises PeerLost."""
+    answered: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+    def done(status: int, _headers: Mapping[bytes, bytes], body: bytes) -> None:
+        if not answered.done():
+            answered.set_result(Reply(status, body))
+
+    def lost(error: PdrtError) -> None:
+        if not answered.done():
+            answered.set_exception(error)
+
+    whole = Whole(instance, MAX_ANSWER, done, lost)
+    lines = f"x-request-id: {request.id}\r\n".encode("latin-1")
+    whole.call = upstream.post(instance, request.path, request.body, lines, whole)
+    try:
+        return await answered
+    finally:
+        whole.call.cancel()

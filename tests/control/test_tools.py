@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 
-from pdrt.messages import Output
+from pdrt.messages import Output, Submit
 from tests.control.leader_rig import out
 from tests.control.pair_rig import TOPOLOGIES, Served, Topology, prompt_text, serving
 
@@ -173,6 +173,28 @@ async def test_with_tool_choice_none_what_looks_like_a_call_is_text(topology: To
         assert told.choices[0].finish_reason == "stop"
         assert "weather?" in prompt_text(served.worker.submitted[0])
         assert "of a city" not in prompt_text(served.worker.submitted[0])
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+async def test_an_answer_that_must_call_is_drawn_by_a_grammar_and_read_as_calls(
+    topology: Topology, choice: Any
+) -> None:
+    def answers(submit: Submit) -> Sequence[Output]:
+        grammar = submit.sampling.grammar
+        assert grammar is not None
+        assert grammar.kind == "json"
+        return saying('[{"name": "now", "arguments": {}}]')
+
+    async with talking(topology) as (served, client):
+        served.worker.answers = answers
+        told = await client.chat.completions.create(
+            model="null", messages=ASK, tools=TOOLS, tool_choice=choice
+        )
+        (call,) = told.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        assert (call.function.name, call.function.arguments) == ("now", "{}")
+        assert told.choices[0].finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
