@@ -24,7 +24,7 @@ from pdrt.messages import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-Allowed: TypeAlias = npt.NDArray[np.uint8]  # [rows, vocabulary]: 1 for what may be said
+Forbidden: TypeAlias = npt.NDArray[np.bool_]  # [rows, vocabulary]
 
 _KEPT: Final = 16  # compiled grammars
 
@@ -56,14 +56,15 @@ class Grammars:
         matcher.consume_tokens(list(output))
         return matcher
 
-    def allowed(self, draws: Sequence[Draw]) -> Allowed:
-        """What each of these may say next. `fault` is set where that is not known."""
-        rows = np.zeros((len(draws), self._vocab), np.uint8)
+    def forbidden(self, draws: Sequence[Draw]) -> Forbidden:
+        """What each of these may not say next. `fault` is set where that is not known."""
+        rows = np.ones((len(draws), self._vocab), np.uint8)
         for row, draw in zip(rows, draws, strict=True):
-            bits = np.unpackbits(np.frombuffer(self._mask(draw), np.uint8), bitorder="little")
+            allowed = np.frombuffer(self._mask(draw), np.uint8)
+            bits = np.unpackbits(~allowed, bitorder="little")
             known = min(len(row), len(bits))  # a model may have more logits than tokens, or fewer
             row[:known] = bits[:known]
-        return rows
+        return rows.view(np.bool_)
 
     def _mask(self, draw: Draw) -> bytes:
         try:
