@@ -40,7 +40,7 @@ def check_library(find: Find = importlib.util.find_spec) -> None:
     if find(LIBRARY) is None:
         raise BadRequest(
             "response_format and structured_outputs need llguidance, which is not installed here:"
-            " pip install 'pdrt[structured]'"
+            " pip install llguidance (pdrt's extra `structured`)"
         )
 
 
