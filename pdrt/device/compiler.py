@@ -1,6 +1,6 @@
 """Grammars as llguidance reads them: whose tokens, what language, within which bounds.
 
-The library is an extra (`structured`) and is loaded with the first grammar. A schema is a few
+The library is an extra (`structured`) and is loaded when it is needed. A schema is a few
 lines that may stand for gigabytes of automata, so whatever comes from a client is compiled in a
 process that can be ended (see `control.grammarcheck`) before any worker compiles it.
 """

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Forbidden: TypeAlias = npt.NDArray[np.bool_]  # [rows, vocabulary]
 
 _KEPT: Final = 16  # compiled grammars
+_AT_ONCE: Final = 256  # tokens, at 10 us each
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class _Bound:
 
 
 class Grammars:
-    """Those of one model. `open_` makes its vocabulary, when the first grammar comes."""
+    """Those of one model. `open_` makes its vocabulary, when it is first needed."""
 
     def __init__(self, open_: Callable[[], LLTokenizer], vocab: int, kept: int = _KEPT) -> None:
         self._open, self._vocab, self._kept = open_, vocab, kept
@@ -46,14 +47,17 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock, self._opening = Lock(), Lock()
 
-    def prepare(self, grammar: Grammar) -> None:
-        """Compile it, in whatever thread has the time. Raises BadRequest."""
-        self._fresh(grammar)
+    def prepare(self, grammar: Grammar | None) -> None:
+        """Compile it, in whatever thread has the time; None: read the model's tokens only.
+
+        Raises BadRequest.
+        """
+        self._tokens() if grammar is None else self._fresh(grammar)
 
     def matcher_for(self, grammar: Grammar, output: Sequence[int]) -> LLMatcher:
         """As it is after these tokens; one in an error state if they break the grammar."""
         matcher = self._fresh(grammar)
-        matcher.consume_tokens(list(output))
+        _tell(matcher, output)
         return matcher
 
     def forbidden(self, draws: Sequence[Draw]) -> Forbidden:
@@ -84,7 +88,7 @@ class Grammars:
         if not isinstance(bound, _Bound) or bound.seen > said:
             bound = draw.kept = _Bound(self._fresh(grammar))
         if bound.seen < said:
-            bound.matcher.consume_tokens(list(draw.history[draw.prompt_tokens + bound.seen :]))
+            _tell(bound.matcher, draw.history[draw.prompt_tokens + bound.seen :])
             bound.seen = said
         return bound.matcher
 
@@ -106,6 +110,12 @@ class Grammars:
             if self._vocabulary is None:
                 self._vocabulary = self._open()
             return self._vocabulary
+
+
+def _tell(matcher: LLMatcher, output: Sequence[int]) -> None:
+    """In pieces, for the library holds Python's lock: a long answer that came from elsewhere."""
+    for first in range(0, len(output), _AT_ONCE):
+        matcher.consume_tokens(list(output[first : first + _AT_ONCE]))
 
 
 def no_vocabulary() -> LLTokenizer:

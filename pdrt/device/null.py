@@ -85,7 +85,7 @@ class NullRunner:
             number = self._context.rank * self._shard.size + self._shard.rank
             self._group = meet(number, self._size, rendezvous, timeout_s)
 
-    def prepare(self, grammar: Grammar) -> None:
+    def prepare(self, grammar: Grammar | None) -> None:
         self._grammars.prepare(grammar)
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
