@@ -28,6 +28,7 @@ class Choice:
     decode: Instance
     dp_rank: int = 0
     fallback: str = ""  # why a hybrid serves although there are prefill instances
+    local: str = ""  # why decode computes the prompt itself
 
 
 @dataclass(slots=True)
@@ -123,7 +124,7 @@ class Fleet:
             )
             return self._choice(prefill, decode)
         alone = [p for p in usable if p.prefill is None]
-        if alone and pinned is None:
+        if alone and pinned is None and not (self.prefill and self.config.policy.strict):
             hybrid = self._least(self._decode_policy, (p.decode for p in self._best(alone)))
             return self._choice(None, hybrid)
         raise self._nobody(without, pinned)

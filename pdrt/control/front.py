@@ -19,9 +19,10 @@ from pdrt.control import order
 from pdrt.control.batched import carry_batch
 from pdrt.control.canary import try_pairs
 from pdrt.control.claims import claim, release
-from pdrt.control.fleet import Fleet
+from pdrt.control.fleet import Choice, Fleet
 from pdrt.control.http import Json, is_api_key
 from pdrt.control.job import Job, OrderJob, PlainJob
+from pdrt.control.nearby import Nearby
 from pdrt.control.order import Order
 from pdrt.control.relay import Relay
 from pdrt.control.routermetrics import RouterMetrics
@@ -91,11 +92,14 @@ class Router:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     drain_asked: asyncio.Event = field(default_factory=asyncio.Event)
     said_ready: bool = False
+    nearby: Nearby = field(default_factory=Nearby)
+
     routes: Routes = field(default_factory=Routes)
     gate: Gate = lambda _request: None
     more_lines: Callable[[Request], bytes] = no_more_lines  # of the head of every answer
 
     def __post_init__(self) -> None:
+        self.nearby.wanted = self.config.policy.local_prefill_tokens
         self.gate = api_keys_gate(self.config.security.api_keys)
 
     # Life.
@@ -234,9 +238,17 @@ class Router:
                     exchange.fail()
             self._account(relay, started)
 
-        relay = Relay(ticket, self.fleet.pick(ticket.pinned), self.tools, client, ended)
+        relay = Relay(ticket, self._choose(ticket), self.tools, client, ended)
         self.relays.add(relay)
         return relay
+
+    def _choose(self, ticket: Ticket) -> Choice:
+        choice = self.fleet.pick(ticket.pinned)
+        if ticket.pinned is None:
+            choice = self.nearby.considered(choice, ticket.job.prompt_weight)
+        if choice.local:
+            self.metrics.local.labels(choice.local).inc()
+        return choice
 
     def _serve_batch(
         self, exchange: Exchange, batch: Order, ticket: Ticket, started: float
@@ -276,11 +288,19 @@ class Router:
         if self.draining and not self.admitted:
             self.idle.set()
 
+    def _learn(self, relay: Relay, seconds: float) -> None:
+        """A stream's first byte is its first token; a whole answer's is all of them."""
+        choice, job = relay.choice, relay.ticket.job
+        is_known = choice.prefill is not None or choice.local
+        if is_known and job.stream and not (relay.route.tries or relay.route.moves):
+            self.nearby.heard(job.prompt_weight, seconds, is_local=bool(choice.local))
+
     def _account(self, relay: Relay, started: float) -> None:
         now = self.clocks.clock()
         self.metrics.duration.observe(now - started)
         if relay.first_byte_at is not None:
             self.metrics.first_byte.observe(relay.first_byte_at - started)
+            self._learn(relay, relay.first_byte_at - started)
         self.metrics.retries.inc(relay.route.tries)
         if relay.route.moves:
             self.metrics.moved.inc(relay.route.moves)

@@ -35,6 +35,7 @@ class Status:
     bootstrap_port: int | None = None
     ready_ranks: tuple[int, ...] = (0,)
     last_fault_at: float | None = None
+    local_prefill: bool = False  # decode: it may compute a prompt itself
 
     @property
     def is_ready(self) -> bool:

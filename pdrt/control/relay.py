@@ -226,9 +226,11 @@ class Relay:
             self.choice = fleet.pick_prefill(self.choice.decode, self._tried)
             return PrefillReplaced(event.leg)
         choice = fleet.pick(pinned, self._tried)
-        if (choice.prefill is None) != (self.choice.prefill is None):
+        if (choice.prefill is None) != (self.choice.prefill is None) and not self.choice.local:
             raise Unavailable("only an instance of another kind is left")
         self.choice = choice
+        if choice.prefill is not None and self._merge is None:  # decode was to tell all of it
+            self._merge = self.ticket.job.merge(self.ticket.request_id, self._created)
         room = self._tools.mint_room()
         return InstanceReplaced(room) if choice.prefill is None else PairReplaced(room)
 
