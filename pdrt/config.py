@@ -263,10 +263,18 @@ class PolicySection(Section):
     decode: PolicyName = "least_loaded"
     canary: bool = True  # ready only when a pair has really served; false: not pdrt, no token
     max_in_flight: Positive = 4096  # beyond: 429
+    local_prefill_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = 0  # by decode itself
+    strict: bool = False  # only prefill and decode serve; else 503
     migrate: bool = True  # a stream whose decode instance dies goes on with another one ...
     max_moves: Annotated[int, Field(ge=1, le=100)] = 3  # ... so many times at most
     registration: bool = False  # instances may register themselves; then no targets need be listed
     default_model: str = ""  # of requests that name none, where several are served
+
+    @model_validator(mode="after")
+    def _strict_is_strict(self) -> Self:
+        if self.strict and self.local_prefill_tokens:
+            raise ValueError("strict = true wants local_prefill_tokens = 0: no other path serves")
+        return self
 
 
 class AdminSection(Section):
