@@ -142,43 +142,45 @@ def progress(is_quiet: bool) -> Iterator[Tell]:
         bar.update(task, completed=1.0, description="measured", refresh=True)
 
 
-_HEADS: Final = ("requests/s", "chunks/s", "CPU", "of better", "p50 us", "p99 us", "+p50", "+p99")
-
-
 def show(console: Console, found: Found, direct: str) -> None:
     """A table a load; figures are medians of the rounds."""
     for cell in found.cells:
-        unit = "ms a request" if cell.kind == "json" else "s per 1,000 chunks"
-        table = Table(
-            title=f"{cell} (CPU: {unit})",
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-        )
+        is_json = cell.kind == "json"
+        title = f"{cell}; CPU in {'ms a request' if is_json else 's per 1,000 chunks'}"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("router", no_wrap=True)
-        for name in (*_HEADS, "MB", "errors"):
+        rate = "requests/s" if is_json else "chunks/s"
+        for name in (rate, "CPU", "of better", "p50 us", "p99 us", "MB", "errors"):
             table.add_column(name, justify="right", no_wrap=True)
         for name in found.names:
             table.add_row(name, *_cells(found, cell, name, direct))
         console.print(table)
+    console.print(
+        "p50, p99: of direct, what a request or a chunk's way takes; of a router, what it adds."
+        " of better: the processor time against the better one of the others, of the same round"
+    )
     shares = [turn.client_share for turns in found.of.values() for turn in turns]
     advice = "; that much shows in p50 and p99" if max(shares) > _BUSY else ""
     console.print(f"the client used at most {max(shares):.0%} of its core{advice}")
 
 
 def _cells(found: Found, cell: Cell, name: str, direct: str) -> Iterator[str]:
-    turns = found.of[cell, name]
-    yield f"{median(turns, lambda t: t.requests_per_s):,.0f}"
-    yield f"{median(turns, lambda t: t.chunks_per_s):,.0f}" if cell.kind == "stream" else ""
-    yield "" if name == direct else f"{median(turns, lambda t: t.cpu):.4f}"
+    turns, is_direct = found.of[cell, name], name == direct
+    yield f"{median(turns, _rate_of(cell)):,.0f}"
+    yield "" if is_direct else f"{median(turns, lambda t: t.cpu):.4f}"
     ratio = found.of_better(cell, name, _others(found, name, direct))
-    yield "" if name == direct or ratio is None else f"{ratio:.2f}"
-    yield f"{median(turns, lambda t: t.p50_us):,.0f}"
-    yield f"{median(turns, lambda t: t.p99_us):,.0f}"
+    yield "" if is_direct or ratio is None else f"{ratio:.2f}"
     for figure in (p50, p99):
-        yield "" if name == direct else f"{found.gained(cell, name, direct, figure):,.0f}"
-    yield "" if name == direct else f"{median(turns, lambda t: t.memory_mb):.0f}"
+        us = median(turns, figure) if is_direct else found.gained(cell, name, direct, figure)
+        yield f"{us:,.0f}"
+    yield "" if is_direct else f"{median(turns, lambda t: t.memory_mb):.0f}"
     yield str(sum(turn.errors for turn in turns))
+
+
+def _rate_of(cell: Cell) -> Figure:
+    if cell.kind == "json":
+        return lambda turn: turn.requests_per_s
+    return lambda turn: turn.chunks_per_s
 
 
 def _others(found: Found, name: str, direct: str) -> list[str]:
