@@ -294,6 +294,9 @@ def bench_faults(
         ),
     ] = None,
     only: Annotated[str, typer.Option(help="Rows with one of these words, comma-separated.")] = "",
+    instances: Annotated[
+        str, typer.Option(help="Behind the router: scripted, real (without a model) or all.")
+    ] = "all",
     deadline: Annotated[
         float, typer.Option(min=0.5, max=3600.0, help="Seconds that a request may take there.")
     ] = 2.0,
@@ -323,6 +326,7 @@ def bench_faults(
     asked = Asked(
         servers=servers_of(url or []),
         only=only,
+        instances=instances,
         is_quick=quick,
         limits=Limits(deadline_s=deadline, slow_reader_s=slow_reader),
         api_key=api_key,
