@@ -24,7 +24,7 @@ _TEN_MB: Final = 10_000_000
 G = TypeVar("G")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OneRow(Generic[G]):
     """A fault on a ground of some kind."""
 
