@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import field
 from typing import Final, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from pdrt.config import PolicyName, Role, Target
 from pdrt.control.policy import Load, choose
+from pdrt.control.told import LoadTold, TotalsTold, WorkerTold
 from pdrt.data.peer import Beat, Died, Event, Health, Miss, feed
 from pdrt.errors import BadMessage, ConfigError, PdrtError, PeerLost
 
@@ -35,6 +37,10 @@ class Status:
     bootstrap_port: int | None = None
     ready_ranks: tuple[int, ...] = (0,)
     last_fault_at: float | None = None
+    # What follows differs from word to word, and makes nobody look again.
+    load: LoadTold = field(default_factory=LoadTold, compare=False)
+    totals: TotalsTold = field(default_factory=TotalsTold, compare=False)
+    workers: tuple[WorkerTold, ...] = field(default=(), compare=False)
 
     @property
     def is_ready(self) -> bool:
