@@ -25,7 +25,7 @@ class Second:
     started: int = 0
     ended: int = 0
     failed: int = 0
-    chunks: int = 0
+    pieces: int = 0
     tokens_per_s: float = 0.0
     bytes_per_s: float = 0.0
     first: tuple[float | None, ...] = (None, None)
@@ -65,7 +65,7 @@ class Flow:
     def _clear(self) -> None:
         self._started = self._ended = self._failed = 0
         self._firsts, self._gaps = none(), none()
-        self._are_firsts = self._chunks = 0
+        self._are_firsts = self._pieces = 0
 
     # Events.
 
@@ -87,7 +87,7 @@ class Flow:
         if now >= self._ends:
             self.turn(now)
         self._gaps[slot_of(seconds)] += 1
-        self._chunks += 1
+        self._pieces += 1
 
     def ended(self, now: float, *, is_failed: bool) -> None:
         """A request is over."""
@@ -134,13 +134,13 @@ class Flow:
 
     def _close(self) -> None:
         firsts = few_of(self._firsts) if self._are_firsts else ()
-        gaps = few_of(self._gaps) if self._chunks else ()
+        gaps = few_of(self._gaps) if self._pieces else ()
         self._seconds.append(
             Second(
                 started=self._started,
                 ended=self._ended,
                 failed=self._failed,
-                chunks=self._are_firsts + self._chunks,
+                pieces=self._are_firsts + self._pieces,
                 tokens_per_s=self._tokens_per_s,
                 bytes_per_s=self._bytes_per_s,
                 first=tuple(percentiles(firsts, SHARES)),

@@ -89,6 +89,7 @@ class Pair:
     decode: Instance
     trust: Trust = Trust.UNTRIED
     reason: str = "not tried yet"
+    took_s: float | None = None  # the last canary that passed
 
     @property
     def name(self) -> str:
