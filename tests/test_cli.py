@@ -15,7 +15,7 @@ from pdrt.config import NodeConfig, RouterConfig, load
 from pdrt.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ["up", "demo-model", "node", "router", "generate", "chat", "doctor", "bench"]
+COMMANDS = ["up", "demo-model", "node", "router", "generate", "chat", "doctor", "top", "bench"]
 
 
 @pytest.fixture(autouse=True)
