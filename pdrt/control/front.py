@@ -28,6 +28,7 @@ from pdrt.control.legs import Failure
 from pdrt.control.order import Order
 from pdrt.control.relay import Client, Clocks, Relay, Ticket, Tools
 from pdrt.control.routermetrics import RouterMetrics
+from pdrt.control.screen import Screen
 from pdrt.control.upstream import Upstream, open_session
 from pdrt.control.wire.exchange import NO_PATH, Exchange
 from pdrt.control.wire.reply import Reply
@@ -37,7 +38,7 @@ from pdrt.errors import Draining, NotFound, Overloaded, PdrtError, Unauthorized
 from pdrt.keys import ClusterKey
 
 STAGE: Final = "router"
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/admin/drain"})
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/admin/drain", "/"})
 
 Gate: TypeAlias = Callable[[Request], PdrtError | Reply | None]
 
@@ -93,10 +94,12 @@ class Router:
     drain_asked: asyncio.Event = field(default_factory=asyncio.Event)
     said_ready: bool = False
     routes: Routes = field(default_factory=Routes)
+    screen: Screen = field(init=False)
     gate: Gate = lambda _request: None
     more_lines: Callable[[Request], bytes] = no_more_lines  # of the head of every answer
 
     def __post_init__(self) -> None:
+        self.screen = Screen(self.clocks.clock, self.clocks.wall)
         self.gate = api_keys_gate(self.config.security.api_keys)
 
     # Life.
@@ -129,6 +132,7 @@ class Router:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.fleet.run(probe))
+                tasks.create_task(self.screen.watch(lambda: self.fleet.instances))
                 if self.config.policy.canary:
                     tasks.create_task(try_pairs(tools, self.config.timeouts.heartbeat_s))
         except Exception:
@@ -174,12 +178,14 @@ class Router:
             return Overloaded(f"{limit} requests are in flight, which is the limit")
         self.admitted += 1
         exchange.is_admitted = True
+        exchange.on_piece = self.screen.came(exchange)
         return None
 
     def over(self, exchange: Exchange) -> None:
         if exchange.is_admitted:
             self.admitted -= 1
             self._look_idle()
+        self.screen.went(exchange)
         route = exchange.route.path if exchange.route else "other"
         status = 499 if exchange.is_gone else exchange.status
         self.metrics.requests.labels(route, str(status), exchange.path_label).inc()
@@ -241,6 +247,7 @@ class Router:
         assert self.tools is not None, "requests come while the application runs"
         relay = Relay(ticket, self.fleet.pick(ticket.pinned), self.tools, client)
         self.relays.add(relay)
+        self.screen.carried(exchange, relay)
         try:
             return await relay.run(), relay.path_label
         finally:

@@ -17,6 +17,7 @@ import uvloop
 from pdrt import garbage, telemetry
 from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
+from pdrt.control.dashboard.serve import Dashboard
 from pdrt.control.fleet import Fleet
 from pdrt.control.front import STAGE, Router
 from pdrt.control.listen import listen
@@ -59,6 +60,7 @@ def make_router(
     routes.add("GET", "/ready", router.ready)
     routes.add("GET", "/metrics", router.metrics_text)
     routes.add("POST", "/admin/drain", router.ask_drain)
+    Dashboard(router).add_routes()
     return router
 
 

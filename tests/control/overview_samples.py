@@ -144,9 +144,9 @@ def under_load(made: Cluster, seconds: int = 290, requests: int = 9) -> Cluster:
         wave = 1 + 0.5 * sin(second / 23)
         for _ in range(int(6 * wave)):
             made.now = second + chance.random() * 0.1
-            made.screen.came()
+            flow.started(made.now)
             flow.first(made.now, chance.lognormvariate(-2.6, 0.4) * wave)
-            made.screen.went(None, 200, "r")
+            flow.ended(made.now, is_failed=False)
         for _ in range(int(60 * wave)):
             flow.gap(made.now, chance.lognormvariate(-4.2, 0.35) * wave)
         work += wave

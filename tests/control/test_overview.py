@@ -190,17 +190,6 @@ def test_tokens_are_those_of_decode_and_of_hybrids() -> None:
     assert both == pytest.approx(2 * split, rel=0.01)
 
 
-def test_a_failed_request_is_an_error_of_its_second() -> None:
-    made = cluster()
-    made.screen.came()
-    made.now = 0.5
-    made.screen.went(Overloaded("full"), 429, "r1")
-    made.now = 1.0
-    view = made.view()
-    assert (view["series"]["requests_per_s"], view["series"]["errors_per_s"]) == ([1], [1])
-    assert view["errors"][0]["request_id"] == "r1"
-
-
 def test_the_document_is_json_of_a_bounded_size() -> None:
     made = under_load(cluster(prefill=50, decode=50), 300, 400)
     text = json.dumps(made.view(), allow_nan=False)
