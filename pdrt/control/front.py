@@ -178,7 +178,7 @@ class Router:
             return Overloaded(f"{limit} requests are in flight, which is the limit")
         self.admitted += 1
         exchange.is_admitted = True
-        exchange.on_piece = self.screen.came(exchange)
+        self.screen.came(exchange)
         return None
 
     def over(self, exchange: Exchange) -> None:
@@ -229,6 +229,7 @@ class Router:
             deadline=started + (read.timeout_s or self.config.timeouts.request_s),
             client_room=read.client_room,
             pinned=pinned,
+            passage=self.screen.passage(exchange),
         )
         client = HttpClient(exchange)
         if read.batch is None:
@@ -247,7 +248,6 @@ class Router:
         assert self.tools is not None, "requests come while the application runs"
         relay = Relay(ticket, self.fleet.pick(ticket.pinned), self.tools, client)
         self.relays.add(relay)
-        self.screen.carried(exchange, relay)
         try:
             return await relay.run(), relay.path_label
         finally:

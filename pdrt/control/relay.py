@@ -51,6 +51,7 @@ from pdrt.control.legs import (
     feed,
 )
 from pdrt.control.merge import MERGED_ANSWER, Merge
+from pdrt.control.passage import Passage
 from pdrt.control.schema import Leg
 from pdrt.control.upstream import Answer, Upstream
 from pdrt.errors import DeadlinePassed, PdrtError, PeerLost, TransferFailed, Unavailable
@@ -125,6 +126,7 @@ class Ticket:
     pinned: Instance | None = None
     may_retry: bool = True
     headers: Mapping[str, str] = field(default_factory=dict)
+    passage: Passage | None = None  # what is shown of it
 
 
 class Relay:

@@ -15,6 +15,7 @@ from pdrt.control.http import Json
 from pdrt.control.instances import Instance
 from pdrt.control.overview import Facts, Running, Trouble, overview, series
 from pdrt.control.pairs import Pair
+from pdrt.control.passage import Passage
 from pdrt.control.rates import Rates
 from pdrt.control.relay import Relay
 from pdrt.control.wire.exchange import Exchange
@@ -23,47 +24,6 @@ from pdrt.errors import PdrtError
 MOST_ERRORS: Final = 50
 MOST_WORDS: Final = 500  # of an error's message
 LOOK_S: Final = 1.0
-
-
-class Passage:
-    """One request on its way through; `passed` is called with each piece of a stream."""
-
-    __slots__ = ("_clock", "_flow", "first_at", "last_at", "pieces", "relay", "started")
-
-    def __init__(self, flow: Flow, clock: Callable[[], float]) -> None:
-        self._flow, self._clock = flow, clock
-        self.started = clock()
-        self.first_at: float | None = None
-        self.last_at = 0.0
-        self.pieces = 0
-        self.relay: Relay | None = None  # None: its body is still being read
-
-    def passed(self) -> None:
-        now = self._clock()
-        if self.pieces:
-            self._flow.gap(now, now - self.last_at)
-        else:
-            self.first_at = now
-            self._flow.first(now, now - self.started)
-        self.last_at = now
-        self.pieces += 1
-
-    def shown(self, now: float) -> Running | None:
-        relay = self.relay
-        if relay is None:
-            return None
-        first, choice = self.first_at, relay.choice
-        return Running(
-            request_id=relay.ticket.request_id,
-            path=relay.ticket.path,
-            state=relay.route.state,
-            prefill=choice.prefill.name if choice.prefill else None,
-            decode=choice.decode.name,
-            age_s=now - self.started,
-            first_s=None if first is None else first - self.started,
-            pieces=self.pieces,
-            tries=relay.route.tries,
-        )
 
 
 class Screen:
@@ -77,16 +37,15 @@ class Screen:
 
     # Fed in passing.
 
-    def came(self, exchange: Exchange) -> Callable[[], None]:
-        """A request was let in; call what is returned with each piece of its stream."""
+    def came(self, exchange: Exchange) -> None:
+        """A request was let in."""
         passage = self._under_way[exchange] = Passage(self.flow, self._clock)
+        exchange.on_piece = passage.passed
         self.flow.started(passage.started)
-        return passage.passed
 
-    def carried(self, exchange: Exchange, relay: Relay) -> None:
-        """By this one from now on."""
-        if exchange in self._under_way:
-            self._under_way[exchange].relay = relay
+    def passage(self, exchange: Exchange) -> Passage | None:
+        """What is counted of it, while it is under way."""
+        return self._under_way.get(exchange)
 
     def went(self, exchange: Exchange) -> None:
         """It is over, or was not let in."""
@@ -142,10 +101,10 @@ class Screen:
 
     # Shown.
 
-    def running(self) -> list[Running]:
+    def running(self, relays: Iterable[Relay]) -> list[Running]:
+        """Requests under way; those whose body is still being read are nowhere yet."""
         now = self._clock()
-        shown = (passage.shown(now) for passage in self._under_way.values())
-        return [each for each in shown if each is not None]
+        return [_running(each, each.ticket.passage, now) for each in relays if each.ticket.passage]
 
     def overview(
         self,
@@ -160,3 +119,18 @@ class Screen:
         now = self._clock()
         body["series"] = series(self.flow, now, self._wall(), min(max(seconds, 1), SECONDS))
         return body
+
+
+def _running(relay: Relay, passage: Passage, now: float) -> Running:
+    first, choice = passage.first_at, relay.choice
+    return Running(
+        request_id=relay.ticket.request_id,
+        path=relay.ticket.path,
+        state=relay.route.state,
+        prefill=choice.prefill.name if choice.prefill else None,
+        decode=choice.decode.name,
+        age_s=now - passage.started,
+        first_s=None if first is None else first - passage.started,
+        pieces=passage.pieces,
+        tries=relay.route.tries,
+    )

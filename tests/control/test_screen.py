@@ -6,6 +6,7 @@ import asyncio
 import json
 
 from pdrt.control.http import Json
+from pdrt.control.overview import Running
 from pdrt.control.screen import MOST_ERRORS
 from tests.control.fake_leader import after, hang, status, stream
 from tests.control.router_rig import Rig, rig, until
@@ -16,6 +17,10 @@ async def view(r: Rig, query: str = "") -> Json:
     assert got.status == 200, got.json
     body: Json = got.json
     return body
+
+
+def running(r: Rig) -> list[Running]:
+    return r.router.screen.running(r.router.relays)
 
 
 async def test_the_overview_tells_the_router_its_instances_and_its_pairs() -> None:
@@ -49,10 +54,10 @@ async def test_a_request_is_shown_where_it_is_until_it_is_over() -> None:
         assert (row["stage"], row["age_s"], row["first_ms"]) == ("prefill", 0.25, None)
         assert (row["prefill"], row["decode"]) == tuple(i.name for i in r.router.fleet.instances)
         prefill.set()
-        await until(lambda: r.router.screen.running()[0].state == "awaiting")
+        await until(lambda: running(r)[0].state == "awaiting")
         assert (await view(r))["requests"][0]["stage"] == "transfer"
         first.set()
-        await until(lambda: r.router.screen.running()[0].pieces == 1)
+        await until(lambda: running(r)[0].pieces == 1)
         (row,) = (await view(r))["requests"]
         assert (row["stage"], row["pieces"], row["first_ms"]) == ("decode", 1, 250.0)
         r.time.now += 0.1
@@ -63,6 +68,19 @@ async def test_a_request_is_shown_where_it_is_until_it_is_over() -> None:
         assert (body["requests"], body["requests_total"]) == ([], 0)
         assert 240 < body["series"]["last_minute"]["ttft_ms"]["p50"] < 260
         assert 95 < body["series"]["last_minute"]["itl_ms"]["p50"] < 105
+
+
+async def test_each_prompt_of_a_batch_is_shown_by_itself() -> None:
+    async with rig() as r:
+        r.decode[0].plays.extend([hang, hang])
+        sending = r.sending(prompt=["one", "two"])
+        await r.decode[0].nth(2)
+        body = await view(r)
+        assert (body["requests_total"], body["router"]["in_flight"]) == (2, 1)
+        assert len({row["request_id"] for row in body["requests"]}) == 1
+        sending.cancel()
+        await r.at_rest()
+        assert (await view(r))["requests_total"] == 0
 
 
 async def test_an_answer_that_is_no_stream_has_no_first_token_time() -> None:

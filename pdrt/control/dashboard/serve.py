@@ -39,7 +39,7 @@ class Dashboard:
             self._facts(),
             fleet.instances,
             fleet.pairs,
-            screen.running(),
+            screen.running(router.relays),
             int(asked) if asked else SECONDS,
         )
         return Reply.json(body, headers=_FRESH)
