@@ -23,7 +23,7 @@ from pdrt.errors import BadMessage, NotFound, PdrtError, Unauthorized, Unavailab
 from pdrt.top.frame import NO_ERROR, NO_INSTANCE, NO_REQUEST, frame, room_for
 from pdrt.top.shell import Asked, ask
 from pdrt.top.view import read_view
-from pdrt.top.words import bar, curve, milliseconds, number, span
+from pdrt.top.words import bar, curve, milliseconds, number, span, speed
 from tests.control.overview_samples import (
     Cluster,
     cluster,
@@ -65,6 +65,10 @@ def test_numbers_of_any_size_are_short() -> None:
     ]
     assert [span(s) for s in (1.25, 59, 600, 7200, 900000)] == [
         *("1.2 s", "59 s", "10 min", "2.0 h", "10 days"),
+    ]
+
+    assert [speed(gb) for gb in (0, 2.5, 0.25, 0.0004, None)] == [
+        *("0 GB/s", "2.50 GB/s", "250 MB/s", "400 kB/s", "-"),
     ]
 
 

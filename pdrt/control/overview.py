@@ -135,7 +135,7 @@ def _instance(instance: Instance, rates: Rates) -> Json:
         "tokens_per_s": round(rates.per_second("tokens_out"), 1),
         "prompt_tokens_per_s": round(rates.per_second("prompt_tokens_computed"), 1),
         "transfers_per_s": round(rates.per_second("transfers"), 2),
-        "sent_gb_per_s": round(rates.per_second("sent_bytes") / 1e9, 4),
+        "sent_gb_per_s": round(rates.per_second("sent_bytes") / 1e9, 6),
     }
     if told is None:
         return row
@@ -216,7 +216,7 @@ def series(flow: Flow, now: float, wall: float, seconds: int) -> Json:
         "errors_per_s": [each.failed for each in told],
         "pieces_per_s": [each.pieces for each in told],
         "tokens_per_s": [round(each.tokens_per_s, 1) for each in told],
-        "sent_gb_per_s": [round(each.bytes_per_s / 1e9, 4) for each in told],
+        "sent_gb_per_s": [round(each.bytes_per_s / 1e9, 6) for each in told],
         "ttft_ms": _columns([each.first for each in told]),
         "itl_ms": _columns([each.gap for each in told]),
         "last_minute": {"ttft_ms": _pair_of(first), "itl_ms": _pair_of(gap)},

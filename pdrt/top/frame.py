@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdrt.top.view import ErrorView, InstanceView, RequestView, View
-from pdrt.top.words import NOTHING, bar, curve, milliseconds, number, span
+from pdrt.top.words import NOTHING, bar, curve, milliseconds, number, span, speed
 
 _CURVE: Final = 30  # seconds
 _KV: Final = 10
@@ -108,7 +108,7 @@ def _figures(view: View) -> Table:
     rows = (
         ("requests / s", series.requests_per_s, _now(series.requests_per_s, 5), _failing(view)),
         ("tokens / s", series.tokens_per_s, _now(series.tokens_per_s, 1), ""),
-        ("KV GB / s", series.sent_gb_per_s, _now(series.sent_gb_per_s, 1), ""),
+        ("KV moved", series.sent_gb_per_s, _moved(series.sent_gb_per_s), ""),
         ("TTFT p50", series.ttft_ms.p50, *_shares(minute.ttft_ms.p50, minute.ttft_ms.p99)),
         ("ITL p50", series.itl_ms.p50, *_shares(minute.itl_ms.p50, minute.itl_ms.p99)),
     )
@@ -120,6 +120,10 @@ def _figures(view: View) -> Table:
 def _now(column: Sequence[float | None], seconds: int) -> str:
     few = [value or 0.0 for value in column[-seconds:]]
     return number(sum(few) / len(few)) if few else NOTHING
+
+
+def _moved(column: Sequence[float | None]) -> str:
+    return speed(column[-1]) if column else NOTHING
 
 
 def _shares(p50: float | None, p99: float | None) -> tuple[str, str]:
@@ -173,7 +177,7 @@ _INSTANCE: Final = (
     "KV blocks",
     ">tok/s",
     ">prompt tok/s",
-    ">sent GB/s",
+    ">KV sent",
     ">retractions",
     "reason",
 )
@@ -182,9 +186,7 @@ _INSTANCE: Final = (
 def _instances(instances: Sequence[InstanceView], room: Room) -> list[RenderableType]:
     if not instances:
         return _titled("Instances", 0, 0, Text(NO_INSTANCE, style="dim"))
-    columns = _Columns(
-        room, _INSTANCE, (">in flight", ">prompt tok/s", ">sent GB/s", ">retractions")
-    )
+    columns = _Columns(room, _INSTANCE, (">in flight", ">prompt tok/s", ">KV sent", ">retractions"))
     ordered = sorted(instances, key=lambda each: _ORDER.get(each.condition, 0))
     for each in ordered[: room.instances]:
         mark, style, words = CONDITIONS.get(each.condition, CONDITIONS["unknown"])
@@ -197,7 +199,7 @@ def _instances(instances: Sequence[InstanceView], room: Room) -> list[Renderable
             _kv(each),
             number(each.tokens_per_s),
             number(each.prompt_tokens_per_s),
-            number(each.sent_gb_per_s),
+            speed(each.sent_gb_per_s),
             number(each.retractions),
             _prose(each.reason_alone),
         )

@@ -31,6 +31,16 @@ def milliseconds(ms: float | None) -> str:
     return f"{ms:.0f} ms" if ms >= 100 else f"{ms:.1f} ms" if ms >= 10 else f"{ms:.2f} ms"
 
 
+def speed(gb_per_s: float | None) -> str:
+    if gb_per_s is None:
+        return NOTHING
+    if gb_per_s >= 1 or gb_per_s == 0:
+        return f"{number(gb_per_s)} GB/s"
+    if gb_per_s >= 1e-3:
+        return f"{number(gb_per_s * 1e3)} MB/s"
+    return f"{number(gb_per_s * 1e6)} kB/s"
+
+
 def span(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -8,6 +8,7 @@ from math import sin
 from random import Random
 
 from pdrt.config import Role, Target
+from pdrt.control.flow import SECONDS
 from pdrt.control.http import Json
 from pdrt.control.instances import Instance, Status, read_status
 from pdrt.control.legs import State
@@ -106,8 +107,10 @@ class Cluster:
             max_in_flight=4096,
         )
 
-    def view(self) -> Json:
-        return self.screen.overview(self.facts(), self.instances, self.pairs, self.requests)
+    def view(self, seconds: int = SECONDS) -> Json:
+        return self.screen.overview(
+            self.facts(), self.instances, self.pairs, self.requests, seconds
+        )
 
     def fail(self, error: PdrtError, status: int, request_id: str) -> None:
         self.screen.failed(error, status, request_id)

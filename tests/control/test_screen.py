@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+from pdrt.control.dashboard.serve import FRESH_S
 from pdrt.control.http import Json
 from pdrt.control.overview import Running
 from pdrt.control.screen import MOST_ERRORS
@@ -13,6 +14,8 @@ from tests.control.router_rig import Rig, rig, until
 
 
 async def view(r: Rig, query: str = "") -> Json:
+    """Half a second later."""
+    r.time.now += FRESH_S
     got = await r.get(f"/overview{query}")
     assert got.status == 200, got.json
     body: Json = got.json
@@ -37,7 +40,7 @@ async def test_the_overview_tells_the_router_its_instances_and_its_pairs() -> No
 
 async def test_canaries_are_no_clients_requests() -> None:
     async with rig() as r:
-        r.time.now += 1
+        r.time.now += FRESH_S
         series = (await view(r))["series"]
         assert series["requests_per_s"] == [0]
 
@@ -51,7 +54,7 @@ async def test_a_request_is_shown_where_it_is_until_it_is_over() -> None:
         await r.decode[0].nth(1)
         r.time.now += 0.25
         (row,) = (await view(r))["requests"]
-        assert (row["stage"], row["age_s"], row["first_ms"]) == ("prefill", 0.25, None)
+        assert (row["stage"], row["age_s"], row["first_ms"]) == ("prefill", 0.75, None)
         assert (row["prefill"], row["decode"]) == tuple(i.name for i in r.router.fleet.instances)
         prefill.set()
         await until(lambda: running(r)[0].state == "awaiting")
@@ -59,15 +62,15 @@ async def test_a_request_is_shown_where_it_is_until_it_is_over() -> None:
         first.set()
         await until(lambda: running(r)[0].pieces == 1)
         (row,) = (await view(r))["requests"]
-        assert (row["stage"], row["pieces"], row["first_ms"]) == ("decode", 1, 250.0)
+        assert (row["stage"], row["pieces"], row["first_ms"]) == ("decode", 1, 1250.0)
         r.time.now += 0.1
         more.set()
         await sending
         await r.at_rest()
         body = await view(r)
         assert (body["requests"], body["requests_total"]) == ([], 0)
-        assert 240 < body["series"]["last_minute"]["ttft_ms"]["p50"] < 260
-        assert 95 < body["series"]["last_minute"]["itl_ms"]["p50"] < 105
+        assert 1190 < body["series"]["last_minute"]["ttft_ms"]["p50"] < 1310
+        assert 570 < body["series"]["last_minute"]["itl_ms"]["p50"] < 630  # a look and 0.1 s
 
 
 async def test_each_prompt_of_a_batch_is_shown_by_itself() -> None:
@@ -86,7 +89,7 @@ async def test_each_prompt_of_a_batch_is_shown_by_itself() -> None:
 async def test_an_answer_that_is_no_stream_has_no_first_token_time() -> None:
     async with rig() as r:
         await r.send()
-        r.time.now += 1
+        r.time.now += FRESH_S
         series = (await view(r))["series"]
         assert (series["requests_per_s"], series["ended_per_s"]) == ([1], [1])
         assert (series["pieces_per_s"], series["ttft_ms"]["p50"]) == ([0], [None])
@@ -99,7 +102,7 @@ async def test_what_clients_were_told_is_among_the_errors() -> None:
         assert refused.status == 500
         await r.send(nonsense=1)
         await r.get("/no/such/path")
-        r.time.now += 1
+        r.time.now += FRESH_S
         body = await view(r)
         bad, broke = body["errors"]
         assert (broke["code"], broke["status"], broke["stage"]) == ("internal", 500, "leader")
@@ -154,7 +157,7 @@ async def test_what_leaders_tell_becomes_rates() -> None:
             r.prefill[0].status["totals"] = {"at": float(second), "sent_bytes": 2e9 * second}
             await r.look()
             r.router.screen.look(r.router.fleet.instances)
-        r.time.now += 1
+        r.time.now += FRESH_S
         body = await view(r)
         prefill, decode = body["instances"]
         assert (decode["tokens_per_s"], prefill["sent_gb_per_s"]) == (100, 2)
@@ -180,6 +183,15 @@ async def test_fewer_seconds_can_be_asked_for() -> None:
         for odd in ("0", "301", "-1", "1e3", "x", "²"):
             got = await r.get(f"/overview?seconds={odd}")
             assert (got.status, got.error["code"]) == (400, "bad_request")
+
+
+async def test_many_who_look_cost_no_more_than_one() -> None:
+    async with rig() as r:
+        first = await view(r)
+        r.decode[0].status["load"] = {"running": 7}
+        await r.look()
+        assert (await r.get("/overview")).json == first
+        assert (await view(r))["instances"][1]["running"] == 7
 
 
 async def test_plain_backends_are_shown_as_far_as_they_tell() -> None:

@@ -1,7 +1,7 @@
 // Small line charts of the last five minutes: one or two lines, a scale, a value under the cursor.
 
 const SPAN = 300;
-const PLOT = { width: 320, height: 110, left: 42, right: 6, top: 8, bottom: 16 };
+const PLOT = { width: 320, height: 110, left: 46, right: 6, top: 8, bottom: 16 };
 
 function nice(value) {
   if (!(value > 0)) return 1;
@@ -120,9 +120,9 @@ class Chart {
     this.lines.forEach((line, n) => {
       const value = isNow ? this.now[n] : this.valueAt(this.columns[n], this.at);
       say(this.texts[n].strong, this.format(value));
-      say(this.texts[n].small, isNow || n ? line : `${line}, ${this.at} s ago`);
+      say(this.texts[n].small, isNow || n ? line : `${line} ${this.at} s ago`.trim());
     });
-    const words = this.lines.map((line, n) => `${line} ${this.texts[n].strong.textContent}`);
+    const words = this.lines.map((line, n) => `${line} ${this.texts[n].strong.textContent}`.trim());
     put(this.plot, { "aria-label": `${this.title}: ${words.join(", ")}. Arrow keys read older values.` });
   }
 }
@@ -154,7 +154,7 @@ const CHARTS = [
     now: (s) => [s.last_minute.itl_ms.p50, s.last_minute.itl_ms.p99],
   },
   {
-    chart: new Chart("KV moved, prefill to decode", ["GB / s"], number, "no KV moved in 5 minutes"),
+    chart: new Chart("KV moved, prefill to decode", [""], speed, "no KV moved in 5 minutes"),
     columns: (s) => [s.sent_gb_per_s],
     now: (s) => [last(s.sent_gb_per_s, 1)],
   },

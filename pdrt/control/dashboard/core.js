@@ -50,6 +50,12 @@ function milliseconds(ms) {
   return ms.toFixed(ms >= 10 ? 1 : 2) + " ms";
 }
 
+function speed(gb) {
+  if (gb === null || gb === undefined) return "–";
+  if (gb >= 1 || gb === 0) return number(gb) + " GB/s";
+  return gb >= 0.001 ? number(gb * 1e3) + " MB/s" : number(gb * 1e6) + " kB/s";
+}
+
 function span(seconds) {
   if (seconds < 60) return seconds.toFixed(seconds < 10 ? 1 : 0) + " s";
   if (seconds < 3600) return Math.floor(seconds / 60) + " min";

@@ -2,7 +2,8 @@
 
 const EVERY = 1000, HIDDEN = 10000, SLOWEST = 15000, PATIENCE = 5000, OLD = 3500;
 const KEY = "pdrt-api-key";
-const state = { heardAt: 0, misses: 0, why: "", timer: 0, isAsking: false };
+const FEW = 20;  // seconds that are asked for once the page has the rest
+const state = { series: null, heardAt: 0, misses: 0, why: "", timer: 0, isAsking: false };
 
 async function look() {
   if (state.isAsking) return;
@@ -10,7 +11,7 @@ async function look() {
   const headers = {}, key = sessionStorage.getItem(KEY);
   if (key) headers.authorization = `Bearer ${key}`;
   try {
-    const answer = await fetch("overview", { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
+    const answer = await fetch(`overview?seconds=${FEW * 1000 > performance.now() - state.heardAt && state.series ? FEW : SPAN}`, { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
     if (answer.status === 401) askForKey(Boolean(key));
     else if (!answer.ok) missed(`the router answered ${answer.status}`);
     else heard(await answer.json());
@@ -34,6 +35,7 @@ function heard(view) {
     missed(`this page reads version 1 of /overview, the router tells version ${view.version}; load the page again`);
     return;
   }
+  state.series = view.series = joined(state.series, view.series);
   Object.assign(state, { heardAt: performance.now(), misses: 0, why: "" });
   show(byId("main"), true);
   showHead(view);
@@ -41,6 +43,18 @@ function heard(view) {
   showPicture(view);
   showTables(view);
   fresh();
+}
+
+// The new seconds after the old ones; a new router, or a gap, begins anew.
+function joined(before, after) {
+  const length = after.requests_per_s.length;
+  const isWhole = length !== FEW || !before, passed = before ? Math.round(after.ends_at - before.ends_at) : 0;
+  if (isWhole || passed < 0 || passed > FEW) return after;
+  const join = (old, fresh) => (Array.isArray(fresh)
+    ? [...old.slice(0, Math.max(old.length - (length - passed), 0)), ...fresh].slice(-SPAN)
+    : typeof fresh === "object" && fresh !== null
+      ? Object.fromEntries(Object.entries(fresh).map(([name, value]) => [name, join(old[name], value)])) : fresh);
+  return { ...join(before, after), last_minute: after.last_minute };
 }
 
 function missed(why) {

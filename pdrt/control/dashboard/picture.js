@@ -183,6 +183,8 @@ function nodeBox(x, y, width, title, lines, condition = null) {
   return { x, y, width, height, drawn: svg("g", {}, ...parts) };
 }
 
+const counted = (count, what) => `${number(count)} ${what}${count === 1 ? "" : "s"}`;
+
 function factsOf(view) {
   const { router, instances, pairs, series } = view;
   const of = (role) => instances.filter((each) => each.role === role);
@@ -193,9 +195,9 @@ function factsOf(view) {
     routerLines: [`${number(router.in_flight)} in flight of ${number(router.max_in_flight)}`, `up ${span(router.now - router.started_at)}`],
     routerLook: router.is_draining ? CONDITIONS.draining : router.is_ready ? CONDITIONS.ready : CONDITIONS.down,
     prefill: of("prefill"), decode: of("decode"), hybrid: of("hybrid"), split,
-    prompts: `${number(legs(of("prefill")))} prompts`,
-    answers: `${number(legs([...of("decode"), ...of("hybrid")]))} answers`,
-    moved: `KV ${number(last(series.sent_gb_per_s, 1))} GB/s${ways(split)}`,
+    prompts: counted(legs(of("prefill")), "prompt"),
+    answers: counted(legs([...of("decode"), ...of("hybrid")]), "answer"),
+    moved: `KV ${speed(last(series.sent_gb_per_s, 1))}${ways(split)}`,
   };
 }
 

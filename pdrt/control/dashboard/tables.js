@@ -110,7 +110,7 @@ const INSTANCES = new Table("instances", [
   { title: "Out tok/s", look: "num", text: (i) => number(i.tokens_per_s) },
   { title: "Prompt tok/s", look: "num", text: (i) => number(i.prompt_tokens_per_s) },
   { title: "Transfers / s", look: "num", text: (i) => number(i.transfers_per_s) },
-  { title: "Sent GB/s", look: "num", text: (i) => number(i.sent_gb_per_s) },
+  { title: "KV sent", look: "num", text: (i) => speed(i.sent_gb_per_s) },
   { title: "Retractions", look: "num", text: (i) => number(i.retractions) },
   { title: "Workers", look: "num", text: (i) => (i.workers && i.workers.total ? `${i.workers.ready} of ${i.workers.total}` : "–") },
 ], (i) => i.name);
@@ -165,7 +165,7 @@ const ERRORS = new Table("errors", [
 const ASK = () => `curl ${location.origin}/v1/completions -d '{"model": "${MODEL.name}", "prompt": "Once upon a time"}'`;
 const MODEL = { name: "…" };
 
-const counted = (shown, total) => (shown < total ? `${shown} shown of ${total}` : String(total));
+const ofAll = (shown, total) => (shown < total ? `${shown} shown of ${total}` : String(total));
 
 function showTables(view) {
   MODEL.name = view.models[0] || "…";
@@ -175,7 +175,7 @@ function showTables(view) {
   REQUESTS.show(view.requests, ["Nothing is running just now. Send something:", ASK()]);
   ERRORS.show(view.errors, [`No client has been told of an error in the ${span(view.router.now - view.router.started_at)} since the router started.`]);
   say(byId("n-instances"), String(view.instances.length));
-  say(byId("n-pairs"), counted(view.pairs.length, view.pairs_total));
-  say(byId("n-requests"), counted(view.requests.length, view.requests_total));
+  say(byId("n-pairs"), ofAll(view.pairs.length, view.pairs_total));
+  say(byId("n-requests"), ofAll(view.requests.length, view.requests_total));
   say(byId("n-errors"), view.errors.length ? String(view.errors.length) : "");
 }
