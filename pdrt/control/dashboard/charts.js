@@ -1,7 +1,7 @@
 // Small line charts of the last five minutes: one or two lines, a scale, a value under the cursor.
 
 const SPAN = 300;
-const PLOT = { width: 320, height: 110, left: 46, right: 6, top: 8, bottom: 16 };
+const PLOT = { width: 320, height: 110, right: 6, top: 8, bottom: 16 };
 
 function nice(value) {
   if (!(value > 0)) return 1;
@@ -14,6 +14,7 @@ class Chart {
     this.lines = lines;
     this.format = format;
     this.nothing = nothing;
+    this.left = 40;  // room for the scale
     this.at = null;  // which second the cursor is on, counted back from now
     this.columns = lines.map(() => []);
     this.now = lines.map(() => null);
@@ -36,7 +37,7 @@ class Chart {
 
   point(event) {
     const box = this.plot.getBoundingClientRect();
-    const share = (event.clientX - box.left - PLOT.left) / (box.width - PLOT.left - PLOT.right);
+    const share = (event.clientX - box.left - this.left) / (box.width - this.left - PLOT.right);
     this.move(Math.min(Math.max(Math.round((1 - share) * (SPAN - 1)), 0), SPAN - 1));
   }
 
@@ -67,23 +68,25 @@ class Chart {
   draw() {
     const width = Math.max(this.plot.clientWidth || PLOT.width, 120);
     put(this.plot, { viewBox: `0 0 ${width} ${PLOT.height}` });
-    const inner = width - PLOT.left - PLOT.right, tall = PLOT.height - PLOT.top - PLOT.bottom;
     const all = this.columns.flat().filter((value) => value !== null);
     const isEmpty = !all.some((value) => value > 0);
-    const top = nice(Math.max(...all, 0));
-    const x = (back) => PLOT.left + inner * (1 - back / (SPAN - 1));
+    const top = nice(Math.max(...all, 0)), tall = PLOT.height - PLOT.top - PLOT.bottom;
+    const marks = (isEmpty ? [0] : [0, 0.5, 1]).map((share) => [share, this.format(top * share).replace(/\.0+(?=\D|$)/, "")]);
+    this.left = 10 + 6 * Math.max(...marks.map(([, words]) => words.length));
+    const inner = width - this.left - PLOT.right;
+    const x = (back) => this.left + inner * (1 - back / (SPAN - 1));
     const y = (value) => PLOT.top + tall * (1 - value / top);
     const parts = [];
-    for (const share of isEmpty ? [0] : [0, 0.5, 1]) {
+    for (const [share, words] of marks) {
       const level = y(top * share);
-      parts.push(svg("line", { class: "grid", x1: PLOT.left, x2: width - PLOT.right, y1: level, y2: level }));
-      parts.push(svg("text", { x: PLOT.left - 4, y: level + 3, "text-anchor": "end" }, this.format(top * share).replace(/\.0+(?=\D|$)/, "")));
+      parts.push(svg("line", { class: "grid", x1: this.left, x2: width - PLOT.right, y1: level, y2: level }));
+      parts.push(svg("text", { x: this.left - 4, y: level + 3, "text-anchor": "end" }, words));
     }
     for (const minute of [4, 2, 0]) {
       const words = minute ? `−${minute} min` : "now", anchor = minute ? "middle" : "end";
       parts.push(svg("text", { x: x(minute * 60), y: PLOT.height - 3, "text-anchor": anchor }, words));
     }
-    if (isEmpty) parts.push(svg("text", { class: "none", x: PLOT.left, y: PLOT.top + tall / 2 }, this.nothing));
+    if (isEmpty) parts.push(svg("text", { class: "none", x: this.left, y: PLOT.top + tall / 2 }, this.nothing));
     this.columns.forEach((column, n) => {
       if (!isEmpty) parts.push(svg("path", { class: n ? "two" : "one", d: this.path(column, x, y) }));
     });

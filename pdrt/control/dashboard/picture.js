@@ -107,7 +107,7 @@ function titleOf(each) {
 
 function card(each, x, y, width) {
   const how = conditionOf(each.condition), inner = width - 20;
-  const room = Math.floor(inner / 7), wide = Math.floor(inner / 6), isReady = each.condition === "ready";
+  const room = Math.floor(inner / 7), wide = Math.floor(inner / 5.9), isReady = each.condition === "ready";
   const box = svg("rect", { class: `box ${["bad", "warn"].includes(how.look) ? how.look : ""}`, x, y, width, height: CARD.height, rx: 6 });
   const parts = [titleOf(each), box, iconAt(x + 10, y + 8, how),
     text(x + 30, y + 19, short(place(each.name), room - (isReady ? 4 : how.word.length + 5)), "strong")];
@@ -212,8 +212,8 @@ function groupsOf(facts) {
 function drawWide(facts, width) {
   const groups = groupsOf(facts), prefill = groups.find((each) => each.role === "prefill");
   const rest = groups.filter((each) => each !== prefill), columns = (prefill ? 1 : 0) + (rest.length ? 1 : 0);
-  const clientsWide = 84, routerWide = 170, gap = Math.min(130, Math.max(100, width * 0.1));
-  const wideGap = prefill ? gap + 50 : 0;
+  const clientsWide = 84, routerWide = 152, gap = Math.min(130, Math.max(100, width * 0.1));
+  const wideGap = prefill ? gap + 36 : 0;
   const each = Math.min(430, (width - clientsWide - routerWide - 2 * gap - wideGap) / Math.max(columns, 1));
   let x = clientsWide + gap + routerWide + gap, y = 4;
   if (prefill) { prefill.measure(each).place(x, 4); x += each + wideGap; }
