@@ -21,7 +21,7 @@ from pdrt.control.dashboard.serve import Dashboard
 from pdrt.control.fleet import Fleet
 from pdrt.control.front import STAGE, Router
 from pdrt.control.listen import listen
-from pdrt.control.relay import Clocks
+from pdrt.control.ticket import Clocks
 from pdrt.control.wire.server import Server
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
