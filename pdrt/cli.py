@@ -20,8 +20,11 @@ from rich.console import Console
 from pdrt import __version__, config
 from pdrt.bench.commands import bench
 from pdrt.config import NodeConfig, RouterConfig, SchedulerSection, TransportName
+from pdrt.conformance.command import EXAMPLES as CONFORMANCE
+from pdrt.conformance.command import conformance
 from pdrt.errors import ConfigError, PdrtError
 from pdrt.given import demo_model_directory, with_key, with_model
+from pdrt.top.command import TOP, top
 
 if TYPE_CHECKING:
     from pdrt.up.layout import Wanted
@@ -317,31 +320,8 @@ def chat(
     raise typer.Exit(talk(manner, _out(), sys.stdin))
 
 
-@app.command(
-    epilog="Examples: `pdrt top` · `pdrt top --url http://10.0.0.1:8000` ·"
-    " `pdrt top --json | jq .instances`"
-)
-def top(
-    url: Annotated[str, typer.Option(help="The router.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str,
-        typer.Option(envvar="PDRT_API_KEY", show_default=False, help="If the router wants one."),
-    ] = "",
-    once: Annotated[
-        bool, typer.Option("--once", help="Print it once and end, as into a pipe.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the router's overview once, as it is.")
-    ] = False,
-) -> None:
-    """Watch a cluster: instances, KV, rates, running requests and the last errors.
-
-    The router shows the same at `/` in a browser. `q` or Ctrl-C ends.
-    """
-    from pdrt.top.shell import Asked
-    from pdrt.top.shell import top as watch
-
-    raise typer.Exit(watch(Asked(url=url, api_key=api_key, once=once, as_json=as_json), _out()))
+app.command(epilog=CONFORMANCE)(conformance)
+app.command(epilog=TOP)(top)
 
 
 @app.command(epilog="Example: `pdrt doctor --conf conf/decode.toml --role decode`")

@@ -15,7 +15,18 @@ from pdrt.config import NodeConfig, RouterConfig, load
 from pdrt.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ["up", "demo-model", "node", "router", "generate", "chat", "doctor", "top", "bench"]
+COMMANDS = [
+    "up",
+    "demo-model",
+    "node",
+    "router",
+    "generate",
+    "chat",
+    "doctor",
+    "top",
+    "bench",
+    "conformance",
+]
 
 
 @pytest.fixture(autouse=True)

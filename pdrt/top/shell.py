@@ -80,13 +80,13 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def top(asked: Asked, console: Console) -> int:
+def watch(asked: Asked, console: Console) -> int:
     """The exit status. Raises PdrtError when the first look shows nothing."""
     with asyncio.Runner() as runner:
-        return runner.run(_top(asked, console))
+        return runner.run(_shown(asked, console))
 
 
-async def _top(asked: Asked, console: Console) -> int:
+async def _shown(asked: Asked, console: Console) -> int:
     timeout = ClientTimeout(total=_ASK_S, sock_connect=_ASK_S)
     async with ClientSession(headers=asked.headers, timeout=timeout) as session:
         body = await ask(session, asked.base)
