@@ -20,7 +20,7 @@ from pdrt.data.peer import Health
 
 VERSION: Final = 1  # rises when a field goes or changes what it means; new ones may come
 MOST_REQUESTS: Final = 200
-MOST_PAIRS: Final = 400
+MOST_PAIRS: Final = 200
 _MS: Final = 1000.0
 _NO_RATES: Final = Rates()
 
