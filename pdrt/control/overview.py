@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from pdrt.control.flow import Flow, Second
+from pdrt.control.flow import Flow
 from pdrt.control.http import Json
 from pdrt.control.instances import Instance
 from pdrt.control.legs import State
@@ -236,12 +236,3 @@ def _pair_of(values: Sequence[float | None]) -> Json:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * _MS, 2)
-
-
-def sums(seconds: Sequence[Second]) -> tuple[int, int, int]:
-    """(requests, ended, failed) over these."""
-    return (
-        sum(each.started for each in seconds),
-        sum(each.ended for each in seconds),
-        sum(each.failed for each in seconds),
-    )
