@@ -311,6 +311,7 @@ let shownView = null;
 function showPicture(view) {
   shownView = view;
   const spot = byId("picture");
+  show(byId("key"), view.instances.length > 0);
   if (!view.instances.length) {
     spot.replaceChildren(nothing(START_ONE));
     return;

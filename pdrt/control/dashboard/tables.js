@@ -162,17 +162,18 @@ const ERRORS = new Table("errors", [
   { title: "Request", look: "name", draw: drawCode((e) => e.request_id), full: (e) => e.request_id },
 ], (e) => `${e.at} ${e.request_id} ${e.code}`);
 
-const ASK = () => `curl ${location.origin}/v1/completions -d '{"model": "${MODEL.name}", "prompt": "Once upon a time"}'`;
-const MODEL = { name: "…" };
+function example(model) {
+  const named = model ? `"model": "${model}", ` : "";
+  return `curl ${location.origin}/v1/completions -d '{${named}"prompt": "Once upon a time"}'`;
+}
 
 const ofAll = (shown, total) => (shown < total ? `${shown} shown of ${total}` : String(total));
 
 function showTables(view) {
-  MODEL.name = view.models[0] || "…";
   const ordered = [...view.instances].sort((a, b) => ORDER.indexOf(a.condition) - ORDER.indexOf(b.condition));
   INSTANCES.show(ordered, ["None is known yet."]);
   PAIRS.show(view.pairs, ["Pairs appear with the instances: each prefill with each decode, and each hybrid alone."]);
-  REQUESTS.show(view.requests, ["Nothing is running just now. Send something:", ASK()]);
+  REQUESTS.show(view.requests, ["Nothing is running just now. Send something:", example(view.models[0])]);
   ERRORS.show(view.errors, [`No client has been told of an error in the ${span(view.router.now - view.router.started_at)} since the router started.`]);
   say(byId("n-instances"), String(view.instances.length));
   say(byId("n-pairs"), ofAll(view.pairs.length, view.pairs_total));
