@@ -31,6 +31,7 @@ from tests.control.overview_samples import (
     with_a_dead_one,
     with_errors,
 )
+from tests.control.router_rig import rig
 
 ROOT = Path(__file__).parent.parent
 
@@ -223,6 +224,13 @@ async def test_the_api_key_is_sent() -> None:
 @pytest.mark.parametrize("url", ["r:8000", "http://r:8000/", "http://r:8000/v1"])
 def test_the_url_may_be_given_as_other_commands_take_it(url: str) -> None:
     assert Asked(url=url).base == "http://r:8000"
+
+
+async def test_what_a_real_router_tells_can_be_read() -> None:
+    async with rig(prefill=1, decode=1, hybrid=1) as r, ClientSession() as session:
+        view = read_view(await ask(session, r.url))
+    assert view.router.is_ready
+    assert [each.condition for each in view.instances] == ["ready"] * 3
 
 
 # The command.
