@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from pdrt.control.breaker import Circuit
 from pdrt.control.flow import Flow
 from pdrt.control.http import Json
 from pdrt.control.instances import Instance
@@ -31,6 +32,8 @@ STAGES: Final[Mapping[State, str]] = {
     State.AWAITING: "transfer",
     State.HELD: "prefill",
     State.STREAMING: "decode",
+    State.MOVING: "move",
+    State.STRANDED: "move",
     State.SERVED: "ended",
     State.FAILED: "ended",
     State.LEFT: "ended",
@@ -105,18 +108,17 @@ def overview(
 
 
 def condition(instance: Instance) -> str:
-    """One word for how it is: ready, suspect, starting, draining, down or unknown."""
+    """One word: ready, suspect, failing, starting, draining, down or unknown."""
     status = instance.status
     if instance.health in (Health.DEAD, Health.UNKNOWN):
         return "down" if instance.is_known or instance.health is Health.DEAD else "unknown"
     if status is None:
         return "unknown"
-    if status.state in ("draining", "stopped"):
-        return "draining"
-    if status.state == "failed":
-        return "down"
     if not status.is_ready:
-        return "starting"
+        gone = {"draining": "draining", "stopped": "draining", "failed": "down"}
+        return gone.get(status.state, "starting")
+    if not instance.is_routable:  # it is well, and gets nothing
+        return "failing" if instance.breaker.state is Circuit.OPEN else "draining"
     return "ready" if instance.health is Health.ALIVE else "suspect"
 
 

@@ -1,4 +1,4 @@
-"""What a leader tells of its work beside whether it is ready: load, totals, and its workers."""
+"""What a leader tells of its work beside its load: totals that rise, and its workers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,6 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked
 
 _IGNORE = ConfigDict(extra="ignore")
-
-
-@checked(frozen=True, slots=True, kw_only=True, config=_IGNORE)
-class LoadTold:
-    """Sums over the workers that serve."""
-
-    running: int = 0
-    waiting: int = 0
-    blocks_used: int = 0
-    blocks_total: int = 0
 
 
 @checked(frozen=True, slots=True, kw_only=True, config=_IGNORE)

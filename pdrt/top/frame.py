@@ -26,6 +26,7 @@ _PROSE: Final = ("reason", "message")
 # By condition: a mark, a style and words, so that colour alone says nothing.
 CONDITIONS: Final = {
     "down": ("x", "bold red", "down"),
+    "failing": ("=", "yellow", "paused after faults"),
     "suspect": ("!", "yellow", "not answering"),
     "unknown": ("?", "dim", "not reached yet"),
     "starting": ("…", "blue", "starting"),
@@ -38,6 +39,7 @@ _STAGES: Final = {
     "retry": "▰▱▱ prefill again, elsewhere",
     "transfer": "▰▰▱ KV is moving",
     "decode": "▰▰▰ decode, streaming",
+    "move": "▰▰▰ going on elsewhere",
     "ended": "▰▰▰ ending",
 }
 NO_INSTANCE: Final = "No instance is known to this router yet: `pdrt up` starts a cluster here."

@@ -30,6 +30,10 @@ class Nobody:
 
     def changed(self) -> None: ...
 
+    def serves(self, instance: Instance) -> None: ...
+
+    def rested(self, instance: Instance) -> None: ...
+
 
 def told(
     role: Role,

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from pdrt.config import Target
+from pdrt.control.breaker import Circuit
 from pdrt.control.instances import Instance
 from pdrt.control.legs import State
 from pdrt.control.overview import MOST_PAIRS, MOST_REQUESTS, STAGES, VERSION, condition
@@ -63,6 +64,15 @@ def test_the_last_problem_of_a_worker_is_told() -> None:
 def test_one_word_says_how_an_instance_is(state: str, ranks: list[int], word: str) -> None:
     found = instance("decode", 1, told("decode", 1, state=state, ready_ranks=ranks))
     assert condition(found) == word
+
+
+def test_one_that_is_well_and_gets_nothing_says_why_in_a_word() -> None:
+    found = instance("decode", 1)
+    found.breaker.state = Circuit.OPEN
+    assert condition(found) == "failing"
+    drained = instance("decode", 1)
+    drained.is_drained = True
+    assert condition(drained) == "draining"
 
 
 def test_silence_and_death_are_words_too() -> None:

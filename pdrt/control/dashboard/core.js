@@ -78,6 +78,7 @@ const reasonAlone = (each) =>
 const CONDITIONS = {
   ready: { look: "good", word: "ready", mark: "M3.5 7.5 L6 10 L10.5 4.5" },
   suspect: { look: "warn", word: "not answering", mark: "M7 3.5 V8 M7 10.4 V10.5" },
+  failing: { look: "warn", word: "paused after faults", mark: "M5 4 V10 M9 4 V10" },
   starting: { look: "busy", word: "starting", mark: "M7 3.5 V7 L9.6 8.6" },
   draining: { look: "idle", word: "draining", mark: "M7 3.5 V10 M4.5 7.6 L7 10 L9.5 7.6" },
   down: { look: "bad", word: "down", mark: "M4.5 4.5 L9.5 9.5 M9.5 4.5 L4.5 9.5" },

@@ -71,13 +71,14 @@ function drawKv(cell, each) {
 
 function drawStage(cell, request) {
   const steps = request.prefill ? ["prefill", "transfer", "decode"] : ["prefill", "decode"];
-  const words = { retry: "prefill again, elsewhere", prefill: "prefill", transfer: "KV is moving", decode: "decode, streaming", ended: "ending" };
+  const words = { retry: "prefill again, elsewhere", prefill: "prefill", transfer: "KV is moving", decode: "decode, streaming", move: "going on elsewhere", ended: "ending" };
   if (cell.children.length !== 2 || cell.firstChild.children.length !== steps.length) {
     cell.replaceChildren(html("span", { class: "steps", "aria-hidden": "true" }, ...steps.map(() => html("i"))), html("span"));
   }
-  const reached = request.stage === "retry" ? 0 : request.stage === "ended" ? steps.length - 1 : Math.max(steps.indexOf(request.stage), 0);
+  const isAgain = request.stage === "retry" || request.stage === "move";
+  const reached = ["ended", "move"].includes(request.stage) ? steps.length - 1 : Math.max(steps.indexOf(request.stage), 0);
   steps.forEach((_step, n) => put(cell.firstChild.children[n],
-    { class: n > reached ? "" : request.stage === "retry" ? "again" : "on" }));
+    { class: n > reached ? "" : isAgain ? "again" : "on" }));
   say(cell.lastChild, words[request.stage] || request.stage);
 }
 
@@ -97,7 +98,7 @@ function drawName(cell, each) {
   say(cell.lastChild, reasonOf(each));
 }
 
-const ORDER = ["down", "suspect", "unknown", "starting", "draining", "ready"];
+const ORDER = ["down", "failing", "suspect", "unknown", "starting", "draining", "ready"];
 
 const INSTANCES = new Table("instances", [
   { title: "Instance", look: "name", draw: drawName, full: (i) => i.name },
