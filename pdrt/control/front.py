@@ -6,7 +6,6 @@ The fleet is watched and tried in the background for as long as the application 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,8 +15,10 @@ import structlog
 
 from pdrt.config import RouterConfig
 from pdrt.control import order
+from pdrt.control.accounts import Accounts, Tell, tell_plainly
 from pdrt.control.batched import carry_batch
 from pdrt.control.canary import try_pairs
+from pdrt.control.chance import Chance
 from pdrt.control.claims import claim, release
 from pdrt.control.fleet import Fleet
 from pdrt.control.http import Json, is_api_key
@@ -78,7 +79,7 @@ class Router:
     config: RouterConfig
     key: ClusterKey | None  # None: plain backends
     clocks: Clocks
-    mint_room: Callable[[], int]
+    chance: Chance
     fleet: Fleet
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     tools: Tools | None = None
@@ -95,7 +96,11 @@ class Router:
     gate: Gate = lambda _request: None
     more_lines: Callable[[Request], bytes] = no_more_lines  # of the head of every answer
 
+    tell: Tell = tell_plainly
+    accounts: Accounts = field(init=False)
+
     def __post_init__(self) -> None:
+        self.accounts = Accounts(self.metrics, self.tell)
         self.gate = api_keys_gate(self.config.security.api_keys)
 
     # Life.
@@ -109,7 +114,7 @@ class Router:
             fleet=self.fleet,
             upstream=Upstream(client, self.key.bearer() if self.key else ""),
             key=self.key,
-            mint_room=self.mint_room,
+            mint_room=self.chance.room,
             clocks=self.clocks,
             rebind_grace_s=timeouts.rebind_grace_s,
         )
@@ -179,11 +184,7 @@ class Router:
         if exchange.is_admitted:
             self.admitted -= 1
             self._look_idle()
-        route = exchange.route.path if exchange.route else "other"
-        status = 499 if exchange.is_gone else exchange.status
-        self.metrics.requests.labels(route, str(status), exchange.path_label).inc()
-        if exchange.error is not None:
-            self.metrics.errors.labels(exchange.error.code).inc()
+        self.accounts.answered(exchange)
 
     def head_lines(self, request: Request) -> bytes:
         return self.more_lines(request)
@@ -230,7 +231,7 @@ class Router:
                 release(self.rooms, ticket.client_room)
                 if not exchange.is_over:
                     exchange.fail()
-            self._account(relay, started)
+            self.accounts.relayed(relay, started, self.clocks.clock())
 
         relay = Relay(ticket, self.fleet.pick(ticket.pinned), self.tools, client, ended)
         self.relays.add(relay)
@@ -261,38 +262,18 @@ class Router:
     def _read(self, request: Request) -> _Read:
         body = request.json()
         if self.key is None:
-            plain = PlainJob(body)
+            plain = PlainJob(body, request.body)
             return _Read(plain, None, plain.pin, None)
         found = order.parse(order.PATHS[request.path], body)
         if found.request_id:
             request.id = found.request_id
-        job = OrderJob(found, seed=secrets.randbits(63))
+        job = OrderJob(found, seed=self.chance.room())
         batch = found if found.prompts else None
         return _Read(job, found.client_room, found.pin, found.timeout_s, batch)
 
     def _look_idle(self) -> None:
         if self.draining and not self.admitted:
             self.idle.set()
-
-    def _account(self, relay: Relay, started: float) -> None:
-        now = self.clocks.clock()
-        self.metrics.duration.observe(now - started)
-        if relay.first_byte_at is not None:
-            self.metrics.first_byte.observe(relay.first_byte_at - started)
-        self.metrics.retries.inc(relay.route.tries)
-        failure = relay.failure
-        tell = log.warning if failure else log.info
-        tell(
-            "request",
-            request_id=relay.ticket.request_id,
-            room=relay.route.room,
-            attempt=relay.route.attempt,
-            outcome=relay.route.state,
-            prefill=relay.choice.prefill.name if relay.choice.prefill else None,
-            decode=relay.choice.decode.name,
-            ms=round((now - started) * 1e3, 1),
-            **({"error": str(failure.error), "story": list(relay.route.story)} if failure else {}),
-        )
 
     # What it says of itself.
 

@@ -187,7 +187,10 @@ class Instance:
             hold.on_lost(PeerLost(reason))
 
     def _rank(self, dp_rank: int) -> Load:
-        return self._ranks.setdefault(dp_rank, Load())
+        found = self._ranks.get(dp_rank)
+        if found is None:
+            found = self._ranks[dp_rank] = Load()
+        return found
 
 
 Probe: TypeAlias = Callable[[Instance], Awaitable[Status]]

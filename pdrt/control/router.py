@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -17,6 +16,8 @@ import uvloop
 from pdrt import garbage, telemetry
 from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
+from pdrt.control.accounts import Tell, say_nothing, tell_plainly
+from pdrt.control.chance import Chance
 from pdrt.control.fleet import Fleet
 from pdrt.control.front import STAGE, Router
 from pdrt.control.listen import listen
@@ -31,17 +32,13 @@ CLOSE_S: Final = 1.0  # for connections whose requests have ended
 log = structlog.get_logger(__name__)
 
 
-def mint_room() -> int:
-    """63 random bits: no client can choose or guess a room."""
-    return secrets.randbits(63)
-
-
 def make_router(
     config: RouterConfig,
     key: ClusterKey | None,
     *,
     clocks: Clocks | None = None,
-    mint: Callable[[], int] = mint_room,
+    chance: Chance | None = None,
+    tell: Tell = tell_plainly,
 ) -> Router:
     """A router with all its routes. With `policy.canary = false` instances are plain backends."""
     shared = key if config.policy.canary else None
@@ -50,7 +47,9 @@ def make_router(
             "[security] key_file: the router needs the cluster key of its instances"
             " (or [policy] canary = false in front of plain backends)"
         )
-    router = Router(config, shared, clocks or Clocks(), mint, Fleet.of(config))
+    router = Router(
+        config, shared, clocks or Clocks(), chance or Chance(), Fleet.of(config), tell=tell
+    )
     routes = router.routes
     for path in order.PATHS:
         routes.add_stream("POST", path, router.serve)
@@ -70,6 +69,7 @@ def make_server(router: Router) -> Server:
         max_body_bytes=security.max_body_bytes,
         max_head_bytes=security.max_header_bytes,
         slow_reader_s=router.config.timeouts.slow_reader_s,
+        mint_id=router.chance.request_id,
     )
 
 
@@ -78,7 +78,8 @@ async def serve(config: RouterConfig, say: Callable[[str], None]) -> int:
 
     `say` is given the line with the real address. Raises ConfigError before anything starts.
     """
-    router = make_router(config, config.security.cluster_key())
+    lines = telemetry.Lines(sys.stderr, asyncio.get_running_loop().call_later, process="router")
+    router = make_router(config, config.security.cluster_key(), tell=_teller(config, lines))
     server = make_server(router)
     async with router.lifetime():
         listening = listen(config.local_ip, config.ports.router)
@@ -91,6 +92,14 @@ async def serve(config: RouterConfig, say: Callable[[str], None]) -> int:
             return await _until_asked(router, config.timeouts.drain_s)
         finally:
             await server.close(CLOSE_S)
+            lines.flush()
+
+
+def _teller(config: RouterConfig, lines: telemetry.Lines) -> Tell:
+    """How a request is told with which nothing was wrong."""
+    if config.log.level in ("warning", "error"):
+        return say_nothing
+    return tell_plainly if telemetry.is_console(config.log.format) else lines.info
 
 
 async def _until_asked(router: Router, drain_s: float) -> int:

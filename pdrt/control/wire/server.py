@@ -10,6 +10,7 @@ from contextlib import suppress
 from email.utils import formatdate
 from typing import Final
 
+from pdrt.control.http import new_request_id
 from pdrt.control.listen import BACKLOG
 from pdrt.control.wire.connection import Connection, Site
 
@@ -27,10 +28,11 @@ class Server:
         max_body_bytes: int,
         max_head_bytes: int,
         slow_reader_s: float,
+        mint_id: Callable[[], str] = new_request_id,
     ) -> None:
         self.site, self.stage = site, stage
         self.max_body_bytes, self.max_head_bytes = max_body_bytes, max_head_bytes
-        self.slow_reader_s = slow_reader_s
+        self.slow_reader_s, self.mint_id = slow_reader_s, mint_id
         self.tasks: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
         self._empty = asyncio.Event()
