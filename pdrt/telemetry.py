@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Final, TextIO
@@ -12,7 +13,7 @@ from typing import Final, TextIO
 import structlog
 
 TOGETHER_S: Final = 0.1
-_ENCODE: Final = json.JSONEncoder().encode
+_TEXT: Final = json.encoder.encode_basestring_ascii
 _LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
@@ -23,25 +24,45 @@ class Lines:
     """
 
     def __init__(
-        self, stream: TextIO, alarm: Callable[[float, Callable[[], None]], object], **always: str
+        self,
+        stream: TextIO,
+        alarm: Callable[[float, Callable[[], None]], object],
+        wall: Callable[[], float] = time.time,
+        **always: str,
     ) -> None:
         self._stream, self._alarm = stream, alarm
         self._tail = json.dumps(always)[1:-1]
         self._waiting: list[str] = []
+        self._wall, self._second, self._date = wall, 0, ""
 
     def info(self, event: str, fields: Mapping[str, object]) -> None:
         if not self._waiting:
             self._alarm(TOGETHER_S, self.flush)
-        stamp = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        told = ", ".join([f'"{name}": {_said(value)}' for name, value in fields.items()])
         self._waiting.append(
-            f'{_ENCODE(fields)[:-1]}, "event": "{event}", {self._tail}, '
-            f'"level": "info", "timestamp": "{stamp}"}}\n'
+            f'{{{told}, "event": "{event}", {self._tail}, "level": "info",'
+            f' "timestamp": "{self._stamp()}"}}\n'
         )
+
+    def _stamp(self) -> str:
+        """As the other lines have it; only what changes is made anew."""
+        now = self._wall()
+        second = int(now)
+        if second != self._second:
+            self._second = second
+            self._date = datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+        return f"{self._date}.{int((now - second) * 1e6):06d}Z"
 
     def flush(self) -> None:
         lines, self._waiting = self._waiting, []
         self._stream.write("".join(lines))
         self._stream.flush()
+
+
+def _said(value: object) -> str:
+    if isinstance(value, str):
+        return _TEXT(value)
+    return "null" if value is None else repr(value)
 
 
 def is_console(form: str) -> bool:
