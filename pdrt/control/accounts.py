@@ -26,10 +26,6 @@ def tell_plainly(event: str, fields: Mapping[str, object]) -> None:
     log.info(event, **fields)
 
 
-def say_nothing(_event: str, _fields: Mapping[str, object]) -> None:
-    """Where such lines are below the log's level."""
-
-
 class Accounts:
     """`tell` writes the line of a request with which nothing was wrong."""
 
@@ -58,6 +54,8 @@ class Accounts:
             self._metrics.first_byte.observe(relay.first_byte_at - started)
         if route.tries:
             self._metrics.retries.inc(route.tries)
+        if route.moves:
+            self._metrics.moved.inc(route.moves)
         fields = {
             "request_id": relay.ticket.request_id,
             "room": route.room,

@@ -41,6 +41,16 @@ class Job(Protocol):
     def stream(self) -> bool: ...
 
     @property
+    def sequences(self) -> int:
+        """Answers to one prompt."""
+        ...
+
+    @property
+    def prompt(self) -> object:
+        """Text, ids or turns."""
+        ...
+
+    @property
     def prompt_weight(self) -> int:
         """Tokens that prefill computes, about."""
         ...
@@ -71,9 +81,17 @@ class OrderJob:
         return self.order.stream
 
     @property
-    def prompt_weight(self) -> int:
+    def sequences(self) -> int:
+        return self.order.drawn
+
+    @property
+    def prompt(self) -> object:
         prompt = self.order.prompt
-        return weight_of(list(prompt.turns) if isinstance(prompt, Chat) else prompt)
+        return list(prompt.turns) if isinstance(prompt, Chat) else prompt
+
+    @property
+    def prompt_weight(self) -> int:
+        return weight_of(self.prompt)
 
     @property
     def answer_weight(self) -> int:
@@ -93,8 +111,10 @@ class PlainJob:
     def __init__(self, fields: Json, raw: bytes) -> None:
         self.fields, self._raw = fields, raw
         self.stream = fields.get("stream") is True
+        self.sequences = 1
         names = ("prompt", "text", "input_ids", "messages")
-        self.prompt_weight = weight_of(next((fields[n] for n in names if n in fields), None))
+        self.prompt: object = next((fields[n] for n in names if n in fields), None)
+        self.prompt_weight = weight_of(self.prompt)
         self.answer_weight = self.prompt_weight
 
     @property

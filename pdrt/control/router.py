@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 import setproctitle
@@ -16,16 +16,18 @@ import uvloop
 from pdrt import garbage, telemetry
 from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
-from pdrt.control.accounts import Tell, say_nothing, tell_plainly
-from pdrt.control.chance import Chance
+from pdrt.control.accounts import Tell, tell_plainly
+from pdrt.control.admin import Admin
 from pdrt.control.fleet import Fleet
 from pdrt.control.front import STAGE, Router
 from pdrt.control.listen import listen
+from pdrt.control.rooms import Rooms, router_of
 from pdrt.control.ticket import Clocks
 from pdrt.control.wire.server import Server
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
 from pdrt.openfiles import allow_all
+from pdrt.telemetry import LogLevel
 
 CLOSE_S: Final = 1.0  # for connections whose requests have ended
 
@@ -37,7 +39,7 @@ def make_router(
     key: ClusterKey | None,
     *,
     clocks: Clocks | None = None,
-    chance: Chance | None = None,
+    mint: Callable[[], int] | None = None,
     tell: Tell = tell_plainly,
 ) -> Router:
     """A router with all its routes. With `policy.canary = false` instances are plain backends."""
@@ -47,17 +49,18 @@ def make_router(
             "[security] key_file: the router needs the cluster key of its instances"
             " (or [policy] canary = false in front of plain backends)"
         )
-    router = Router(
-        config, shared, clocks or Clocks(), chance or Chance(), Fleet.of(config), tell=tell
-    )
+    minted, fleet = mint or Rooms().mint, Fleet.of(config)
+    router = Router(config, shared, clocks or Clocks(), minted, fleet, tell=tell)
     routes = router.routes
     for path in order.PATHS:
         routes.add_stream("POST", path, router.serve)
     routes.add("GET", "/v1/models", router.models)
+    routes.add("GET", "/v1/models/{name}", router.model)
+    routes.add("GET", "/v1/models/{owner}/{name}", router.model)
     routes.add("GET", "/health", router.health)
     routes.add("GET", "/ready", router.ready)
     routes.add("GET", "/metrics", router.metrics_text)
-    routes.add("POST", "/admin/drain", router.ask_drain)
+    routes.add("POST", "/admin/drain", router.drain_moved)
     return router
 
 
@@ -73,20 +76,49 @@ def make_server(router: Router) -> Server:
     )
 
 
-async def serve(config: RouterConfig, say: Callable[[str], None]) -> int:
+@asynccontextmanager
+async def administered(router: Router, level: LogLevel | None = None) -> AsyncIterator[None]:
+    """With its admin listener, if there is a key that can guard it. Raises ConfigError."""
+    config = router.config
+    key = config.security.cluster_key()
+    if key is None:
+        log.warning("no_admin_listener", reason="there is no cluster key")
+        yield
+        return
+    host = config.admin.host or config.local_ip
+    listening = listen(host, config.ports.admin)
+    router.admin_url = f"http://{bracketed(host)}:{listening.getsockname()[1]}"
+    server = Server(
+        Admin(router, router.door, key, level),
+        "admin",
+        max_body_bytes=1 << 16,
+        max_head_bytes=config.security.max_header_bytes,
+        slow_reader_s=config.timeouts.slow_reader_s,
+    )
+    await server.start(listening)
+    try:
+        log.info("admin_listening", url=router.admin_url)
+        yield
+    finally:
+        await server.close(CLOSE_S)
+
+
+async def serve(
+    config: RouterConfig, say: Callable[[str], None], level: LogLevel | None = None
+) -> int:
     """Serve until SIGTERM, SIGINT or a drain request; a second signal cuts what still runs.
 
     `say` is given the line with the real address. Raises ConfigError before anything starts.
     """
     lines = telemetry.Lines(sys.stderr, asyncio.get_running_loop().call_later, process="router")
-    router = make_router(config, config.security.cluster_key(), tell=_teller(config, lines))
+    router = make_router(config, config.security.cluster_key(), tell=_teller(config, lines, level))
     server = make_server(router)
-    async with router.lifetime():
+    async with router.lifetime(), administered(router, level):
         listening = listen(config.local_ip, config.ports.router)
         await server.start(listening)
         try:
             url = f"http://{bracketed(config.local_ip)}:{listening.getsockname()[1]}"
-            log.info("listening", url=url)
+            log.info("listening", url=url, router=router_of(router.mint_room()))
             say(f"router listening on {url}")
             garbage.settle()
             return await _until_asked(router, config.timeouts.drain_s)
@@ -95,11 +127,16 @@ async def serve(config: RouterConfig, say: Callable[[str], None]) -> int:
             lines.flush()
 
 
-def _teller(config: RouterConfig, lines: telemetry.Lines) -> Tell:
-    """How a request is told with which nothing was wrong."""
-    if config.log.level in ("warning", "error"):
-        return say_nothing
-    return tell_plainly if telemetry.is_console(config.log.format) else lines.info
+def _teller(config: RouterConfig, lines: telemetry.Lines, level: LogLevel | None) -> Tell:
+    """How a request is told with which nothing was wrong; the level may change any time."""
+    if telemetry.is_console(config.log.format):
+        return tell_plainly
+
+    def tell(event: str, fields: Mapping[str, object]) -> None:
+        if level is None or level.name in ("debug", "info"):
+            lines.info(event, fields)
+
+    return tell
 
 
 async def _until_asked(router: Router, drain_s: float) -> int:
@@ -134,7 +171,7 @@ async def _first(one: Coroutine[None, None, object], other: Coroutine[None, None
 
 def main(config: RouterConfig) -> int:
     """Run a router in this process; its exit status. Raises ConfigError."""
-    telemetry.configure(config.log.level, config.log.format, process="router")
+    level = telemetry.configure(config.log.level, config.log.format, process="router")
     allow_all()
     setproctitle.setproctitle("pdrt router")
 
@@ -143,4 +180,4 @@ def main(config: RouterConfig) -> int:
         sys.stdout.flush()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config, say))
+        return runner.run(serve(config, say, level))
