@@ -151,7 +151,7 @@ class Router:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.fleet.run(probe))
                 tasks.create_task(self.door.run())
-                if self.config.policy.canary:
+                if not self.config.policy.is_plain:
                     tasks.create_task(try_pairs(tools, self.config.timeouts.heartbeat_s))
         except Exception:
             log.exception("watching_failed")

@@ -42,12 +42,12 @@ def make_router(
     mint: Callable[[], int] | None = None,
     tell: Tell = tell_plainly,
 ) -> Router:
-    """A router with all its routes. With `policy.canary = false` instances are plain backends."""
-    shared = key if config.policy.canary else None
-    if config.policy.canary and shared is None:
+    """A router with all its routes. With `policy.backends = "plain"` nobody needs a key."""
+    shared = None if config.policy.is_plain else key
+    if not config.policy.is_plain and shared is None:
         raise ConfigError(
             "[security] key_file: the router needs the cluster key of its instances"
-            " (or [policy] canary = false in front of plain backends)"
+            ' (or [policy] backends = "plain" in front of servers that are not pdrt)'
         )
     minted, fleet = mint or Rooms().mint, Fleet.of(config)
     router = Router(config, shared, clocks or Clocks(), minted, fleet, tell=tell)
