@@ -24,6 +24,7 @@ from pdrt.conformance.command import EXAMPLES as CONFORMANCE
 from pdrt.conformance.command import conformance
 from pdrt.errors import ConfigError, PdrtError
 from pdrt.given import demo_model_directory, with_key, with_model
+from pdrt.keycommands import keys
 
 if TYPE_CHECKING:
     from pdrt.up.layout import Wanted
@@ -37,6 +38,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")
 
 
 class RoleName(StrEnum):

@@ -25,6 +25,7 @@ COMMANDS = [
     "doctor",
     "bench",
     "conformance",
+    "keys",
 ]
 
 

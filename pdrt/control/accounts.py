@@ -56,7 +56,7 @@ class Accounts:
             self._metrics.retries.inc(route.tries)
         if route.moves:
             self._metrics.moved.inc(route.moves)
-        fields = {
+        fields: dict[str, object] = {
             "request_id": relay.ticket.request_id,
             "room": route.room,
             "attempt": route.attempt,
@@ -65,6 +65,8 @@ class Accounts:
             "decode": choice.decode.name,
             "ms": round((now - started) * 1e3, 1),
         }
+        if relay.ticket.key_name:
+            fields["key"] = relay.ticket.key_name
         if failure is None:
             self._tell("request", fields)
         else:

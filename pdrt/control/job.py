@@ -14,6 +14,7 @@ from pdrt.control.order import Chat, Order, Pin, leg_body
 from pdrt.control.policy import weight_of
 from pdrt.control.schema import Leg
 
+UNNAMED_TOKENS: Final = 256  # that an answer is taken to have when nobody says how many
 _STREAMING: Final = frozenset({"stream", "stream_options"})
 _MEET: Final = frozenset({"bootstrap_room", "bootstrap_host", "bootstrap_port"})
 _text: Final = json.JSONEncoder().encode
@@ -87,7 +88,9 @@ class OrderJob:
     @property
     def prompt(self) -> object:
         prompt = self.order.prompt
-        return list(prompt.turns) if isinstance(prompt, Chat) else prompt
+        if isinstance(prompt, Chat):
+            return [*prompt.turns, *map(json.dumps, prompt.tools)]
+        return prompt
 
     @property
     def prompt_weight(self) -> int:
@@ -95,14 +98,22 @@ class OrderJob:
 
     @property
     def answer_weight(self) -> int:
-        each = self.order.max_tokens or self.order.default_tokens or 0
-        return self.prompt_weight + each * self.order.drawn
+        order = self.order
+        each = order.max_tokens
+        if each is None:
+            each = order.default_tokens or UNNAMED_TOKENS
+        return self.prompt_weight + each * order.drawn
 
     def body(self, side: Role, meeting: Meeting) -> bytes:
         return _dumped(leg_body(side, self.order, meeting.leg(), self.seed))
 
     def merge(self, request_id: str, created: int) -> Merge | None:
         return Merge(self.order, request_id, created) if self.order.is_prompt_told else None
+
+
+def cost_of(order: Order) -> int:
+    """Tokens that an order may come to, all its prompts and answers together."""
+    return sum(OrderJob(part, seed=0).answer_weight for part in order.parts())
 
 
 class PlainJob:

@@ -53,6 +53,7 @@ from pdrt.control.passon import DecodeLeg, Way
 from pdrt.control.schema import Leg as LegFields
 from pdrt.control.setbacks import Setback
 from pdrt.control.ticket import Alarm, Client, Ticket, Tools
+from pdrt.control.traces import TRACEPARENT, RequestTrace, Side, Told, note
 from pdrt.control.wire.client import Call
 from pdrt.errors import DeadlinePassed, Overloaded, PdrtError, TransferFailed, Unavailable
 
@@ -92,6 +93,7 @@ class Relay:
         "_tasks",
         "_told",
         "_tools",
+        "_trace",
         "_tried",
         "choice",
         "failure",
@@ -133,6 +135,10 @@ class Relay:
         self._leg: LegFields | None = None
         self._mover = Mover(ticket, tools, self.say)
         self._lines = b"x-request-id: %b\r\n%b" % (ticket.request_id.encode(), ticket.lines)
+        self._trace: RequestTrace | None = None
+        if tools.tracing is not None and ticket.traceparent is not None:
+            told = {"request_id": ticket.request_id, "path": ticket.path}
+            self._trace = tools.tracing.request(ticket.traceparent, told)
 
     @property
     def path_label(self) -> str:
@@ -181,6 +187,8 @@ class Relay:
     def _step(self, event: Event | None) -> None:
         """A fault of ours ends this request, typed, and no other. None: the beginning."""
         try:
+            if self._trace is not None and event is not None:
+                note(self._trace, event)
             known = event and self._considered(event)
             for effect in self._first if known is None else feed(self.route, known):
                 self._carry_out(effect)
@@ -204,7 +212,21 @@ class Relay:
         self._mover.cancel()
         self._cancel_prefill()
         self._cancel_decode()
+        if self._trace is not None:
+            self._end_trace(self._trace)
         self._ended(self)
+
+    def _end_trace(self, trace: RequestTrace) -> None:
+        route, choice = self.route, self.choice
+        told: dict[str, Told] = {
+            "room": route.room,
+            "attempt": route.attempt,
+            "outcome": str(route.state),
+            "decode": choice.decode.name,
+        }
+        if choice.prefill is not None:
+            told["prefill"] = choice.prefill.name
+        trace.ended(told, self.failure.error if self.failure is not None else None)
 
     def spawn(self, work: Work, failed: Callable[[Failure], Event]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._work(work, failed))
@@ -330,7 +352,7 @@ class Relay:
         hold = self._hold(prefill, self.ticket.job.prompt_weight, self.choice.dp_rank, lost)
         leg = PrefillLeg(number, self, prefill, hold, self._merge, is_plain=tools.is_plain)
         self._prefill.append(leg)
-        leg.call = self._post(prefill, "prefill", leg)
+        leg.call = self._post(prefill, "prefill", leg, self._traced("prefill", number, prefill))
 
     def _open_decode(self, number: int) -> None:
         self.choice = self._mover.choice or self.choice
@@ -357,16 +379,26 @@ class Relay:
             ),
         )
         self._decode = leg
-        leg.call = self._post(decode, "hybrid" if is_alone else "decode", leg)
+        side: Role = "hybrid" if is_alone else "decode"
+        leg.call = self._post(decode, side, leg, self._traced("decode", number, decode))
 
     @property
     def _needs_prefill(self) -> bool:
         """Whether decode's answer alone is not enough to go on."""
         return self._tools.is_plain or self._merge is not None
 
-    def _post(self, instance: Instance, side: Role, leg: PrefillLeg | DecodeLeg) -> Call:
+    def _post(
+        self, instance: Instance, side: Role, leg: PrefillLeg | DecodeLeg, lines: bytes
+    ) -> Call:
         body = self.ticket.job.body(side, self)
-        return self._tools.upstream.post(instance, self.ticket.path, body, self._lines, leg)
+        return self._tools.upstream.post(instance, self.ticket.path, body, lines, leg)
+
+    def _traced(self, side: Side, number: int, instance: Instance) -> bytes:
+        """A leg's header lines, with which its leader joins the trace if there is one."""
+        if self._trace is None:
+            return self._lines
+        header = self._trace.opened(side, number, instance.name)
+        return self._lines + f"{TRACEPARENT}: {header}\r\n".encode() if header else self._lines
 
     def _rebind(self, number: int) -> None:
         decode, tools = self.choice.decode, self._tools
@@ -392,6 +424,8 @@ class Relay:
     def _start_answer(self) -> None:
         assert self._decode is not None, "it has answered"
         self.first_byte_at, self.status = self._tools.clocks.clock(), self._decode.status
+        if self._trace is not None:
+            self._trace.event("first byte")
         self._decode.go(self._shown_path(), self._told, self._shown_room)
 
     @property

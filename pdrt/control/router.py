@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Final
 
 import setproctitle
@@ -21,8 +23,10 @@ from pdrt.control.admin import Admin
 from pdrt.control.fleet import Fleet
 from pdrt.control.front import STAGE, Router
 from pdrt.control.listen import listen
+from pdrt.control.reload import Reload
 from pdrt.control.rooms import Rooms, router_of
 from pdrt.control.ticket import Clocks
+from pdrt.control.tls import context_of, paths_of
 from pdrt.control.wire.server import Server
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
@@ -57,6 +61,8 @@ def make_router(
     routes.add("GET", "/v1/models", router.models)
     routes.add("GET", "/v1/models/{name}", router.model)
     routes.add("GET", "/v1/models/{owner}/{name}", router.model)
+    for path in order.TOKEN_PATHS:
+        routes.add("POST", path, router.ask_any)
     routes.add("GET", "/health", router.health)
     routes.add("GET", "/ready", router.ready)
     routes.add("GET", "/metrics", router.metrics_text)
@@ -66,14 +72,28 @@ def make_router(
 
 def make_server(router: Router) -> Server:
     security = router.config.security
-    return Server(
+    server = Server(
         router,
         STAGE,
         max_body_bytes=security.max_body_bytes,
         max_head_bytes=security.max_header_bytes,
         slow_reader_s=router.config.timeouts.slow_reader_s,
-        mint_id=router.chance.request_id,
+        max_connections=security.max_connections,
     )
+    server.mint_id = router.chance.request_id
+    return server
+
+
+def tls_of(router: Router, server: Server) -> ssl.SSLContext | None:
+    """What connections are encrypted with, read again when its files change. Raises ConfigError."""
+    security = router.config.security
+    context = context_of(security)
+    if context is not None:
+        read = partial(context_of, security)
+        reload = Reload("TLS certificate", paths_of(security), read, server.renew)
+        reload.note()
+        router.reloads.append(reload)
+    return context
 
 
 @asynccontextmanager
@@ -113,11 +133,13 @@ async def serve(
     lines = telemetry.Lines(sys.stderr, asyncio.get_running_loop().call_later, process="router")
     router = make_router(config, config.security.cluster_key(), tell=_teller(config, lines, level))
     server = make_server(router)
+    tls = tls_of(router, server)
     async with router.lifetime(), administered(router, level):
         listening = listen(config.local_ip, config.ports.router)
-        await server.start(listening)
+        await server.start(listening, tls)
         try:
-            url = f"http://{bracketed(config.local_ip)}:{listening.getsockname()[1]}"
+            scheme = "http" if tls is None else "https"
+            url = f"{scheme}://{bracketed(config.local_ip)}:{listening.getsockname()[1]}"
             log.info("listening", url=url, router=router_of(router.mint_room()))
             say(f"router listening on {url}")
             garbage.settle()

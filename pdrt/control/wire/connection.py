@@ -95,6 +95,7 @@ class Connection(asyncio.Protocol):
         self._target = b""
         self._headers: Headers = {}
         self._count = 0
+        self.address = ""  # of the client
         self._body: list[bytes] = []
         self._body_bytes = 0
         self.is_full = False
@@ -107,6 +108,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass
         self._transport.set_write_buffer_limits(high=HIGH_WATER)
+        told = transport.get_extra_info("peername")
+        self.address = str(told[0]) if told else ""
         self._host.came(self)
 
     def connection_lost(self, _error: Exception | None) -> None:
@@ -373,6 +376,12 @@ class Connection(asyncio.Protocol):
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+    def turn_away(self, error: PdrtError) -> None:
+        """Say so before anything is read, and read nothing."""
+        self._lingers = True
+        self._refuse_rest(error)
+        self._advance()
 
     def look(self, now: float) -> None:
         """Whatever has waited too long ends."""
