@@ -263,6 +263,8 @@ class PolicySection(Section):
     decode: PolicyName = "least_loaded"
     backends: Literal["pdrt", "plain"] = "pdrt"  # plain: not pdrt's; no token, no canary
     max_in_flight: Positive = 4096  # beyond: 429
+    local_prefill_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = 0  # by decode itself
+    strict: bool = False  # only prefill and decode serve; else 503
     migrate: bool = True  # a stream whose decode instance dies goes on with another one ...
     max_moves: Annotated[int, Field(ge=1, le=100)] = 3  # ... so many times at most
     registration: bool = False  # instances may register themselves; then no targets need be listed
@@ -284,6 +286,12 @@ class PolicySection(Section):
                 'backends = "plain" and migrate = true: only pdrt\'s instances go on with a'
                 " stream that another one began; leave migrate out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _strict_is_strict(self) -> Self:
+        if self.strict and self.local_prefill_tokens:
+            raise ValueError("strict = true wants local_prefill_tokens = 0: no other path serves")
         return self
 
 

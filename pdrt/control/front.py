@@ -23,13 +23,14 @@ from pdrt.control.chance import Chance
 from pdrt.control.claims import claim, release
 from pdrt.control.cors import Cors
 from pdrt.control.door import Door
-from pdrt.control.fleet import Fleet, listed
+from pdrt.control.fleet import Choice, Fleet, listed
 from pdrt.control.gate import AUTHORIZATION
 from pdrt.control.http import Json
 from pdrt.control.job import Job, OrderJob, PlainJob, cost_of
 from pdrt.control.keydoor import Entry, KeyDoor
 from pdrt.control.leases import Leases
 from pdrt.control.ledger import Ledger
+from pdrt.control.nearby import Nearby
 from pdrt.control.order import Order
 from pdrt.control.policy import Ask
 from pdrt.control.relay import Relay
@@ -91,6 +92,8 @@ class Router:
     drain_asked: asyncio.Event = field(default_factory=asyncio.Event)
     said_ready: bool = False
     admin_url: str = ""  # of the admin listener, once there is one
+    nearby: Nearby = field(default_factory=Nearby)
+
     routes: Routes = field(default_factory=Routes)
     keydoor: KeyDoor = field(init=False)
     cors: Cors = field(init=False)
@@ -111,6 +114,7 @@ class Router:
         leases, is_open = Leases(self.config.timeouts.lease_s), self.config.policy.registration
         self.door = Door(self.fleet, leases, clock, is_open)
         self.fleet.clock = clock
+        self.nearby.wanted = self.config.policy.local_prefill_tokens
 
     # Life.
 
@@ -275,12 +279,21 @@ class Router:
             now = self.clocks.clock()
             self.ledger.end(relay, now)
             self.accounts.relayed(relay, started, now)
+            if relay.first_byte_at is not None:
+                self._learn(relay, relay.first_byte_at - started)
 
-        choice = self.fleet.pick(ticket.ask, ticket.pinned)
-        relay = Relay(ticket, choice, self.tools, client, ended)
+        relay = Relay(ticket, self._choose(ticket), self.tools, client, ended)
         self.relays.add(relay)
         self.ledger.begin(relay, started)
         return relay
+
+    def _choose(self, ticket: Ticket) -> Choice:
+        choice = self.fleet.pick(ticket.ask, ticket.pinned)
+        if ticket.pinned is None:
+            choice = self.nearby.considered(choice, ticket.job.prompt_weight)
+        if choice.local:
+            self.metrics.local.labels(choice.local).inc()
+        return choice
 
     def _serve_batch(
         self, exchange: Exchange, batch: Order, ticket: Ticket, started: float
@@ -339,6 +352,13 @@ class Router:
     def _look_idle(self) -> None:
         if self.draining and not self.admitted:
             self.idle.set()
+
+    def _learn(self, relay: Relay, seconds: float) -> None:
+        """A stream's first byte is its first token; a whole answer's is all of them."""
+        choice, job = relay.choice, relay.ticket.job
+        is_known = choice.prefill is not None or choice.local
+        if is_known and job.stream and not (relay.route.tries or relay.route.moves):
+            self.nearby.heard(job.prompt_weight, seconds, is_local=bool(choice.local))
 
     # What it says of itself.
 

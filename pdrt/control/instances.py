@@ -51,6 +51,7 @@ class Status:
     last_fault_at: float | None = None
     max_model_len: int = 0
     load: Told = field(default_factory=Told, compare=False)  # it changes all the time
+    local_prefill: bool = False  # decode: it may compute a prompt itself
 
     @property
     def is_ready(self) -> bool:
