@@ -36,6 +36,7 @@ from pdrt.control.policy import Ask
 from pdrt.control.relay import Relay
 from pdrt.control.reload import AnyReload, watch
 from pdrt.control.routermetrics import RouterMetrics
+from pdrt.control.screen import Screen
 from pdrt.control.session import session_of
 from pdrt.control.ticket import Client, Clocks, Ticket, Tools
 from pdrt.control.traces import TRACEPARENT, Tracing
@@ -50,7 +51,7 @@ from pdrt.errors import Draining, NotFound, Overloaded, PdrtError
 from pdrt.keys import ClusterKey
 
 STAGE: Final = "router"
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/admin/drain"})
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/admin/drain", "/"})
 
 log = structlog.get_logger(__name__)
 
@@ -98,6 +99,7 @@ class Router:
     keydoor: KeyDoor = field(init=False)
     cors: Cors = field(init=False)
     reloads: list[AnyReload] = field(init=False)  # files that are watched while it runs
+    screen: Screen = field(init=False)
 
     tell: Tell = tell_plainly
     chance: Chance = field(default_factory=Chance)  # for ids and seeds
@@ -107,6 +109,7 @@ class Router:
         security, registry = self.config.security, self.metrics.registry
         self.accounts = Accounts(self.metrics, self.tell)
         self.cors = Cors(security.cors_origins)
+        self.screen = Screen(self.clocks.clock, self.clocks.wall)
         clock, wall = self.clocks.clock, self.clocks.wall
         self.keydoor = KeyDoor(security, registry, clock, OPEN_PATHS, order.PATHS)
         self.reloads = list(self.keydoor.reloads)
@@ -159,6 +162,7 @@ class Router:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.fleet.run(probe))
+                tasks.create_task(self.screen.watch(lambda: self.fleet.instances))
                 tasks.create_task(self.door.run())
                 tasks.create_task(watch(self.reloads))
                 if not self.config.policy.is_plain:
@@ -209,6 +213,7 @@ class Router:
             return Overloaded(f"{limit} requests are in flight, which is the limit")
         self.admitted += 1
         exchange.is_admitted = True
+        self.screen.came(exchange)
         return None
 
     def over(self, exchange: Exchange) -> None:
@@ -217,6 +222,7 @@ class Router:
         if exchange.is_admitted:
             self.admitted -= 1
             self._look_idle()
+        self.screen.went(exchange)
         self.accounts.answered(exchange)
 
     def head_lines(self, request: Request) -> bytes:
@@ -240,6 +246,7 @@ class Router:
             deadline=started + (read.timeout_s or self.config.timeouts.request_s),
             client_room=read.client_room,
             pinned=self.fleet.pinned(read.pin) if read.pin else None,
+            passage=self.screen.passage(exchange),
             ask=read.ask,
             key_name=entry.name,
             traceparent=request.header(TRACEPARENT) if self.tracing is not None else None,

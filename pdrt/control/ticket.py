@@ -11,6 +11,7 @@ from typing import Protocol
 from pdrt.control.fleet import Fleet
 from pdrt.control.instances import Instance
 from pdrt.control.job import Job
+from pdrt.control.passage import Passage
 from pdrt.control.policy import Ask
 from pdrt.control.traces import Tracing
 from pdrt.control.upstream import Upstream
@@ -98,3 +99,4 @@ class Ticket:
     may_retry: bool = True
     lines: bytes = b""  # more header lines for its legs
     traceparent: str | None = None  # the client's, or empty; None: it is not traced
+    passage: Passage | None = None  # what is shown of it

@@ -53,7 +53,8 @@ class Line(Protocol):
 
 
 class Exchange:
-    """`on_gone` is called if the client leaves first, `on_flow` when it falls behind or is back."""
+    """`on_gone` is called if the client leaves first, `on_flow` when it falls behind or is back,
+    `on_piece` with each piece of an event stream."""
 
     __slots__ = (
         "_head",
@@ -68,6 +69,7 @@ class Exchange:
         "keeps_alive",
         "on_flow",
         "on_gone",
+        "on_piece",
         "path_label",
         "refusal",
         "request",
@@ -94,6 +96,7 @@ class Exchange:
         self.error: PdrtError | None = None  # what a refusal told
         self.on_gone: Callable[[], None] | None = None
         self.on_flow: Callable[[bool], None] | None = None
+        self.on_piece: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._is_chunked = False
         self._last = b"\n\n"  # the last chunk
@@ -153,6 +156,8 @@ class Exchange:
         else:
             self._line.send(head + chunk if head else chunk)
         self._last = chunk
+        if self.on_piece is not None and self.is_events:
+            self.on_piece()
 
     def finish(self) -> None:
         if self.is_over:
