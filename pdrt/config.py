@@ -261,7 +261,7 @@ class Target(Section):
 class PolicySection(Section):
     prefill: PolicyName = "least_loaded"
     decode: PolicyName = "least_loaded"
-    canary: bool = True  # ready only when a pair has really served; false: not pdrt, no token
+    backends: Literal["pdrt", "plain"] = "pdrt"  # plain: not pdrt's; no token, no canary
     max_in_flight: Positive = 4096  # beyond: 429
     local_prefill_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = 0  # by decode itself
     strict: bool = False  # only prefill and decode serve; else 503
@@ -269,6 +269,24 @@ class PolicySection(Section):
     max_moves: Annotated[int, Field(ge=1, le=100)] = 3  # ... so many times at most
     registration: bool = False  # instances may register themselves; then no targets need be listed
     default_model: str = ""  # of requests that name none, where several are served
+
+    @property
+    def is_plain(self) -> bool:
+        return self.backends == "plain"
+
+    @model_validator(mode="after")
+    def _plain_backends_cannot(self) -> Self:
+        if self.is_plain and self.registration:
+            raise ValueError(
+                'backends = "plain" and registration = true: only pdrt\'s instances register'
+                " themselves; list plain backends as targets"
+            )
+        if self.is_plain and self.migrate and "migrate" in self.model_fields_set:
+            raise ValueError(
+                'backends = "plain" and migrate = true: only pdrt\'s instances go on with a'
+                " stream that another one began; leave migrate out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _strict_is_strict(self) -> Self:

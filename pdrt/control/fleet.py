@@ -396,7 +396,7 @@ class Fleet:
                 return default
             raise BadRequest(f"model: several are served; name one of {', '.join(served)}")
         if any(not each.model for each in self.instances):
-            return "" if not self.config.policy.canary or not served else self._unheard(model)
+            return "" if self.config.policy.is_plain or not served else self._unheard(model)
         if model in self._gone:
             return model
         raise NotFound(f"model {model!r} is not served here; {listed(served)}")
@@ -410,7 +410,7 @@ class Fleet:
         return (pair for pair in self.pairs if pair.decode.model == model)
 
     def _grade(self, pair: Pair) -> int | None:
-        return grade(pair) if self.config.policy.canary else any_grade(pair)
+        return any_grade(pair) if self.config.policy.is_plain else grade(pair)
 
     def _nobody(
         self, model: str = "", without: Excluded = (), pinned: Instance | None = None

@@ -6,7 +6,6 @@ The fleet is watched and tried in the background for as long as the application 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -16,9 +15,11 @@ import structlog
 
 from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
+from pdrt.control.accounts import Accounts, Tell, tell_plainly
 from pdrt.control.askany import ask_any
 from pdrt.control.batched import carry_batch
 from pdrt.control.canary import try_pairs
+from pdrt.control.chance import Chance
 from pdrt.control.claims import claim, release
 from pdrt.control.cors import Cors
 from pdrt.control.door import Door
@@ -100,8 +101,13 @@ class Router:
     reloads: list[AnyReload] = field(init=False)  # files that are watched while it runs
     screen: Screen = field(init=False)
 
+    tell: Tell = tell_plainly
+    chance: Chance = field(default_factory=Chance)  # for ids and seeds
+    accounts: Accounts = field(init=False)
+
     def __post_init__(self) -> None:
         security, registry = self.config.security, self.metrics.registry
+        self.accounts = Accounts(self.metrics, self.tell)
         self.cors = Cors(security.cors_origins)
         self.screen = Screen(self.clocks.clock, self.clocks.wall)
         clock, wall = self.clocks.clock, self.clocks.wall
@@ -159,7 +165,7 @@ class Router:
                 tasks.create_task(self.screen.watch(lambda: self.fleet.instances))
                 tasks.create_task(self.door.run())
                 tasks.create_task(watch(self.reloads))
-                if self.config.policy.canary:
+                if not self.config.policy.is_plain:
                     tasks.create_task(try_pairs(tools, self.config.timeouts.heartbeat_s))
         except Exception:
             log.exception("watching_failed")
@@ -217,11 +223,7 @@ class Router:
             self.admitted -= 1
             self._look_idle()
         self.screen.went(exchange)
-        route = exchange.route.path if exchange.route else "other"
-        status = 499 if exchange.is_gone else exchange.status
-        self.metrics.requests.labels(route, str(status), exchange.path_label).inc()
-        if exchange.error is not None:
-            self.metrics.errors.labels(exchange.error.code).inc()
+        self.accounts.answered(exchange)
 
     def head_lines(self, request: Request) -> bytes:
         return self.cors.lines(request)
@@ -281,7 +283,11 @@ class Router:
                 release(self.rooms, ticket.client_room)
                 if not exchange.is_over:
                     exchange.fail()
-            self._account(relay, started)
+            now = self.clocks.clock()
+            self.ledger.end(relay, now)
+            self.accounts.relayed(relay, started, now)
+            if relay.first_byte_at is not None:
+                self._learn(relay, relay.first_byte_at - started)
 
         relay = Relay(ticket, self._choose(ticket), self.tools, client, ended)
         self.relays.add(relay)
@@ -336,7 +342,7 @@ class Router:
         session, session_from = session_of(request.header, body)
         ask = Ask(room=self.mint_room(), session=session, session_from=session_from)
         if self.key is None:
-            plain = PlainJob(body)
+            plain = PlainJob(body, request.body)
             named = body.get("model")
             ask.model = named if isinstance(named, str) else ""
             ask.prompt, ask.weight = plain.prompt, plain.prompt_weight
@@ -344,7 +350,7 @@ class Router:
         found = order.parse(order.PATHS[request.path], body)
         if found.request_id:
             request.id = found.request_id
-        job = OrderJob(found, seed=secrets.randbits(63))
+        job = OrderJob(found, seed=self.chance.room())
         ask.model, ask.salt = found.model or "", found.salt
         ask.prompt, ask.weight = job.prompt, job.prompt_weight
         batch = found if found.prompts else None
@@ -360,31 +366,6 @@ class Router:
         is_known = choice.prefill is not None or choice.local
         if is_known and job.stream and not (relay.route.tries or relay.route.moves):
             self.nearby.heard(job.prompt_weight, seconds, is_local=bool(choice.local))
-
-    def _account(self, relay: Relay, started: float) -> None:
-        now = self.clocks.clock()
-        self.ledger.end(relay, now)
-        self.metrics.duration.observe(now - started)
-        if relay.first_byte_at is not None:
-            self.metrics.first_byte.observe(relay.first_byte_at - started)
-            self._learn(relay, relay.first_byte_at - started)
-        self.metrics.retries.inc(relay.route.tries)
-        if relay.route.moves:
-            self.metrics.moved.inc(relay.route.moves)
-        failure = relay.failure
-        tell = log.warning if failure else log.info
-        tell(
-            "request",
-            request_id=relay.ticket.request_id,
-            room=relay.route.room,
-            attempt=relay.route.attempt,
-            outcome=relay.route.state,
-            prefill=relay.choice.prefill.name if relay.choice.prefill else None,
-            decode=relay.choice.decode.name,
-            ms=round((now - started) * 1e3, 1),
-            **({"key": relay.ticket.key_name} if relay.ticket.key_name else {}),
-            **({"error": str(failure.error), "story": list(relay.route.story)} if failure else {}),
-        )
 
     # What it says of itself.
 

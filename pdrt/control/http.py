@@ -194,7 +194,7 @@ async def read_body(request: web.Request, limit: int, within_s: float = BODY_S) 
 def parse_object(body: bytes) -> Json:
     """The JSON object in these bytes. Raises BadRequest, also for NaN, deep nesting, no text."""
     try:
-        found = json.loads(body, parse_constant=no_constant, object_pairs_hook=_object)
+        found = _READ(body.decode(json.detect_encoding(body), "surrogatepass"))
         if _HALF_PAIR.search(body):  # half a pair is no text: nothing could encode it later
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -213,6 +213,10 @@ def _object(pairs: list[tuple[str, Any]]) -> Json:
 
 def no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+# A decoder that is made anew for each body costs as much as what it does.
+_READ: Final = json.JSONDecoder(parse_constant=no_constant, object_pairs_hook=_object).decode
 
 
 def check_bearer(request: web.Request, key: ClusterKey | None) -> None:

@@ -47,6 +47,7 @@ from pdrt.control.legs import (
     begin,
     feed,
 )
+from pdrt.control.merge import Merge
 from pdrt.control.moving import Mover
 from pdrt.control.passon import DecodeLeg, Way
 from pdrt.control.schema import Leg as LegFields
@@ -75,6 +76,34 @@ log = structlog.get_logger(__name__)
 class Relay:
     """Create it with a choice already made, in the same breath call `start`."""
 
+    __slots__ = (
+        "_alarm",
+        "_client",
+        "_created",
+        "_decode",
+        "_ended",
+        "_first",
+        "_inbox",
+        "_is_busy",
+        "_leg",
+        "_lines",
+        "_merge",
+        "_mover",
+        "_prefill",
+        "_tasks",
+        "_told",
+        "_tools",
+        "_trace",
+        "_tried",
+        "choice",
+        "failure",
+        "first_byte_at",
+        "route",
+        "setbacks",
+        "status",
+        "ticket",
+    )
+
     def __init__(
         self,
         ticket: Ticket,
@@ -91,8 +120,10 @@ class Relay:
         self.failure: Failure | None = None
         self.setbacks: list[Setback] = []  # what failed on the way
         self._tools, self._client, self._ended = tools, client, ended
-        created = int(tools.clocks.wall())
-        self._merge = ticket.job.merge(ticket.request_id, created) if choice.prefill else None
+        self._created = int(tools.clocks.wall())
+        self._merge: Merge | None = None
+        if choice.prefill:
+            self._merge = ticket.job.merge(ticket.request_id, self._created)
         self._told: Json = {}  # what prefill answered
         self._inbox: deque[Event] = deque()
         self._is_busy = False
@@ -101,9 +132,8 @@ class Relay:
         self._tried: set[Instance] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._alarm: Alarm | None = None
-        self._token: tuple[int, int, str] | None = None
+        self._leg: LegFields | None = None
         self._mover = Mover(ticket, tools, self.say)
-        self._created = created
         self._lines = b"x-request-id: %b\r\n%b" % (ticket.request_id.encode(), ticket.lines)
         self._trace: RequestTrace | None = None
         if tools.tracing is not None and ticket.traceparent is not None:
@@ -362,7 +392,7 @@ class Relay:
     def _post(
         self, instance: Instance, side: Role, leg: PrefillLeg | DecodeLeg, lines: bytes
     ) -> Call:
-        body = self.ticket.job.body(side, self._leg())
+        body = self.ticket.job.body(side, self)
         return self._tools.upstream.post(instance, self.ticket.path, body, lines, leg)
 
     def _traced(self, side: Side, number: int, instance: Instance) -> bytes:
@@ -374,7 +404,7 @@ class Relay:
 
     def _rebind(self, number: int) -> None:
         decode, tools = self.choice.decode, self._tools
-        body = self._leg().model_dump_json(include=_REBIND_NAMES).encode()
+        body = self.leg().model_dump_json(include=_REBIND_NAMES).encode()
         until = tools.clocks.clock() + tools.rebind_grace_s
 
         def post(leg: JoinLeg) -> Call:
@@ -424,35 +454,41 @@ class Relay:
 
     # What is sent.
 
-    def _leg(self) -> LegFields:
-        prefill, left = self.choice.prefill, self._time_left()
-        host, port = prefill.bootstrap if prefill else (None, None)
+    @property
+    def room(self) -> int:
+        return self.route.room
+
+    @property
+    def bootstrap(self) -> tuple[str, int] | None:
+        return self.choice.prefill.bootstrap if self.choice.prefill else None
+
+    def leg(self) -> LegFields:
+        """The same for both legs of an attempt."""
+        found, room, attempt = self._leg, self.route.room, self.route.attempt
+        if found is None or (found.bootstrap_room, found.attempt) != (room, attempt):
+            found = self._leg = self._new_leg(room, attempt)
+        return found
+
+    def _new_leg(self, room: int, attempt: int) -> LegFields:
+        left, key = self._time_left(), self._tools.key
+        host, port = self.bootstrap or (None, None)
+        expires = self._tools.clocks.wall() + left + TOKEN_SPARE_S
         moving = self._mover.moving
         return LegFields.model_construct(  # ours: nothing to check
-            bootstrap_room=self.route.room,
-            attempt=self.route.attempt,
+            bootstrap_room=room,
+            attempt=attempt,
             time_left_s=left,
-            transfer_token=self._transfer_token(left),
+            transfer_token=key.room_token(room, attempt, expires) if key else "",
             request_id=self.ticket.request_id,
             client_room=moving.room if moving else self.ticket.client_room,
             bootstrap_host=host,
             bootstrap_port=port,
-            disagg_prefill_dp_rank=self.choice.dp_rank if prefill else -1,
+            disagg_prefill_dp_rank=self.choice.dp_rank if self.choice.prefill else -1,
             created=self._created if moving or self._merge else None,
             path=moving.path if moving else self.path_label,
             marks=moving is not None,
             resumed=self._mover.resumed,
         )
-
-    def _transfer_token(self, left: float) -> str:
-        """One for both legs of an attempt."""
-        key, room, attempt = self._tools.key, self.route.room, self.route.attempt
-        if key is None:
-            return ""
-        if self._token is None or self._token[:2] != (room, attempt):
-            expires = self._tools.clocks.wall() + left + TOKEN_SPARE_S
-            self._token = room, attempt, key.room_token(room, attempt, expires)
-        return self._token[2]
 
     def _time_left(self) -> float:
         return max(0.001, self.ticket.deadline - self._tools.clocks.clock())

@@ -150,7 +150,7 @@ class Rig:
     def _is_trying(self) -> bool:
         trying = (Trust.TRYING, Trust.RETRYING)
         waiting = (pair.is_due or pair.trust in trying for pair in self.router.fleet.pairs)
-        return self.router.config.policy.canary and any(waiting)
+        return not self.router.config.policy.is_plain and any(waiting)
 
     async def look(self) -> None:
         """Let every leader be polled once more."""

@@ -195,7 +195,7 @@ async def test_many_who_look_cost_no_more_than_one() -> None:
 
 
 async def test_plain_backends_are_shown_as_far_as_they_tell() -> None:
-    async with rig(key=None, policy={"canary": False}) as r:
+    async with rig(key=None, policy={"backends": "plain"}) as r:
         body = await view(r)
         assert body["router"]["is_plain"]
         assert [row["condition"] for row in body["instances"]] == ["ready", "ready"]

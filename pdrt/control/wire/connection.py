@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Final, Protocol, cast
 
 import structlog
@@ -63,6 +64,7 @@ class Host(Protocol):
 
     site: Site
     stage: str
+    mint_id: Callable[[], str]
     max_body_bytes: int
     max_head_bytes: int
     slow_reader_s: float
@@ -202,6 +204,7 @@ class Connection(asyncio.Protocol):
             self._headers,
             is_1_1=parser.get_http_version() == "1.1",
             keeps_alive=parser.should_keep_alive(),
+            mint=self._host.mint_id,
         )
         exchange = Exchange(self, request, self._host.stage)
         if len(self._queue) >= MAX_AHEAD:

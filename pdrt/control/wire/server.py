@@ -11,6 +11,7 @@ from contextlib import suppress
 from email.utils import formatdate
 from typing import Final
 
+from pdrt.control.http import new_request_id
 from pdrt.control.listen import BACKLOG
 from pdrt.control.wire.connection import Connection, Site
 from pdrt.errors import Overloaded
@@ -35,6 +36,7 @@ class Server:
         self.site, self.stage = site, stage
         self.max_body_bytes, self.max_head_bytes = max_body_bytes, max_head_bytes
         self.slow_reader_s = slow_reader_s
+        self.mint_id: Callable[[], str] = new_request_id
         self._max_connections = max_connections
         self._by_address: Counter[str] = Counter()
         self._listening: socket.socket | None = None
