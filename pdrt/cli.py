@@ -20,6 +20,8 @@ from rich.console import Console
 from pdrt import __version__, config
 from pdrt.bench.commands import bench
 from pdrt.config import NodeConfig, RouterConfig, SchedulerSection, TransportName
+from pdrt.conformance.command import EXAMPLES as CONFORMANCE
+from pdrt.conformance.command import conformance
 from pdrt.errors import ConfigError, PdrtError
 from pdrt.given import demo_model_directory, with_key, with_model
 
@@ -315,6 +317,9 @@ def chat(
         api_key=api_key,
     )
     raise typer.Exit(talk(manner, _out(), sys.stdin))
+
+
+app.command(epilog=CONFORMANCE)(conformance)
 
 
 @app.command(epilog="Example: `pdrt doctor --conf conf/decode.toml --role decode`")

@@ -177,6 +177,7 @@ class TimeoutsSection(Section):
     heartbeat_timeout_s: Duration = 0.45
     lease_s: Duration = 10.0
     rebind_grace_s: Duration = 1.0
+    move_s: Duration = 1.5
     drain_s: Duration = 30.0
     quarantine_grace_s: Duration = 30.0
     connect_s: Duration = 2.0
@@ -279,6 +280,8 @@ class PolicySection(Section):
     decode: PolicyName = "least_loaded"
     canary: bool = True  # ready only when a pair has really served; false: not pdrt, no token
     max_in_flight: Positive = 4096  # beyond: 429
+    migrate: bool = True  # a stream whose decode instance dies goes on with another one ...
+    max_moves: Annotated[int, Field(ge=1, le=100)] = 3  # ... so many times at most
     registration: bool = False  # instances may register themselves; then no targets need be listed
     default_model: str = ""  # of requests that name none, where several are served
 

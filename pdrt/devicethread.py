@@ -21,7 +21,7 @@ from pdrt.device.places import Rendezvous
 from pdrt.device.poolsize import host_bytes, pool_blocks
 from pdrt.device.spare import Spare, spare_blocks
 from pdrt.errors import PeerLost
-from pdrt.messages import Loading
+from pdrt.messages import Grammar, Loading
 from pdrt.modelspec import ModelSpec
 from pdrt.spawn import WorkerSpec
 
@@ -41,6 +41,7 @@ class DeviceThread:
     ) -> None:
         self._spec, self._tell, self._load = spec, tell, load
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._loop = asyncio.get_running_loop()
         self.max_len = 0  # tokens that a sequence may have
         self.runner: Runner
@@ -95,6 +96,10 @@ class DeviceThread:
     def _step(self, batch: Sequence[SeqStep], moves: Moves) -> tuple[list[Drawn], tuple[int, ...]]:
         lost = self.spare.do(moves) if moves else ()
         return self.runner.execute(batch), lost
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """Beside the device's steps, which go on meanwhile. Raises BadRequest."""
+        await self._loop.run_in_executor(self._beside, self.runner.prepare, grammar)
 
     async def join(self, rendezvous: Rendezvous) -> None:
         """Meet the group's other ranks, all of which come now. Raises PeerLost."""

@@ -159,6 +159,12 @@ class BadLogits(PdrtError):
     code = "bad_logits"
 
 
+class GrammarFailed(PdrtError):
+    """The grammar cannot say what may come next: it became too complex on the way."""
+
+    code = "grammar_failed"
+
+
 class DeadlinePassed(PdrtError):
     """The request's own deadline came first."""
 

@@ -19,6 +19,7 @@ from pdrt import grid
 from pdrt.config import DisaggConfig, NodeConfig, Place, Role, bracketed
 from pdrt.control import api, worker_node
 from pdrt.control.dispatch import DPDispatcher
+from pdrt.control.grammarcheck import GrammarCheck
 from pdrt.control.heartbeat import Tell, Time
 from pdrt.control.leader import Leader, Limits
 from pdrt.control.leader_client import LeaderClient
@@ -189,6 +190,7 @@ class Lead:
             model=setting.model,
             dispatcher=self._dispatcher,
             text=text,
+            grammars=GrammarCheck(config.model.path, spec.vocab, spec.eos_token_ids),
             limits=Limits(
                 max_model_len=spec.max_model_len,
                 vocab=spec.vocab,

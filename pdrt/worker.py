@@ -30,8 +30,9 @@ from pdrt.data.events import TransferEvent
 from pdrt.device.backends import open_runner
 from pdrt.device.batch import Drawn
 from pdrt.devicethread import Load
-from pdrt.errors import BadMessage, PdrtError, first_of
+from pdrt.errors import BadMessage, Overloaded, PdrtError, first_of
 from pdrt.follower import Follower
+from pdrt.foyer import Foyer
 from pdrt.life import Life
 from pdrt.link import Link
 from pdrt.members import GroupTransfers, Members
@@ -66,6 +67,7 @@ class Worker:
         self._sched: parts.AnyScheduler
         self._transfers: parts.Transfers | None = None
         self._members = Members(spec, self._stop) if spec.followers else None
+        self._foyer = Foyer(self._device.prepare, self._act, self._refuse)
 
     async def run(self) -> None:
         """Until the supervisor says stop. Raises what the worker cannot go on with."""
@@ -96,6 +98,7 @@ class Worker:
             await members.meet(device)
         life.be_ready(tasks, self._stats)
         tasks.create_task(self._log_steps())
+        tasks.create_task(self._foyer.run())
         tasks.create_task(self._steps())
 
     # What is heard.
@@ -105,6 +108,16 @@ class Worker:
             self._hear(message)
 
     def _hear(self, message: ToWorker) -> None:
+        try:
+            if self._foyer.takes(message):
+                return
+        except Overloaded as error:
+            assert isinstance(message, messages.Submit), "nothing else is one too many"
+            self._refuse(message, error)
+            return
+        self._act(message)
+
+    def _act(self, message: ToWorker) -> None:
         now = time.monotonic()
         match message:
             case messages.Submit():
@@ -126,9 +139,12 @@ class Worker:
         try:
             self._sched.submit(message, now)
         except PdrtError as error:
-            problem = Problem(code=error.code, message=str(error), stage=self._spec.role)
-            output = Output(room=message.room, problem=problem, attempt=message.attempt)
-            self._link.tell(Outputs(items=(output,)))
+            self._refuse(message, error)
+
+    def _refuse(self, message: messages.Submit, error: PdrtError) -> None:
+        problem = Problem(code=error.code, message=str(error), stage=self._spec.role)
+        output = Output(room=message.room, problem=problem, attempt=message.attempt)
+        self._link.tell(Outputs(items=(output,)))
 
     def _heard(self, events: Sequence[TransferEvent]) -> None:
         now = time.monotonic()

@@ -15,7 +15,17 @@ from pdrt.config import NodeConfig, RouterConfig, load
 from pdrt.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ["up", "demo-model", "node", "router", "generate", "chat", "doctor", "bench"]
+COMMANDS = [
+    "up",
+    "demo-model",
+    "node",
+    "router",
+    "generate",
+    "chat",
+    "doctor",
+    "bench",
+    "conformance",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -80,7 +80,7 @@ class HeldDevice:
         self.trouble: Exception | None = None
         self.runner = NullRunner(16)
         self.layout, self.eos_token_ids = self.runner.layout, self.runner.eos_token_ids
-        self.vocab = self.runner.vocab
+        self.vocab, self.prepare = self.runner.vocab, self.runner.prepare
 
     def load(self, _config: NodeConfig, progress: Progress, _rank: int, _size: int) -> Runner:
         progress("weights", 0, 1)

@@ -60,7 +60,7 @@ class Device:
         self.runner = NullRunner(block_size)
         self.layout: KvLayout = self.runner.layout
         self.eos_token_ids = self.runner.eos_token_ids
-        self.vocab = self.runner.vocab
+        self.vocab, self.prepare = self.runner.vocab, self.runner.prepare
         self.may_load, self.may_join = threading.Event(), threading.Event()
         self.may_load.set()
         self.may_join.set()

@@ -25,7 +25,7 @@ from pdrt.device.batch import Drawn, Runner, SeqStep
 from pdrt.device.places import Rendezvous
 from pdrt.errors import BadMessage
 from pdrt.link import Link
-from pdrt.messages import FromWorker, KvLayout, ToWorker
+from pdrt.messages import FromWorker, Grammar, KvLayout, ToWorker
 from pdrt.spawn import WorkerSpec, read_spec
 from pdrt.worker import Worker
 
@@ -74,6 +74,9 @@ class TimedRunner:
 
     def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         self._inner.join(rendezvous, timeout_s)
+
+    def prepare(self, grammar: Grammar) -> None:
+        self._inner.prepare(grammar)
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
         began = time.monotonic()

@@ -98,6 +98,7 @@ class _Operation:
 
     async def close(self, _app: web.Application) -> None:
         self._leader.text.close()
+        await self._leader.grammars.close()
 
 
 def _allow(leader: Leader) -> Middleware:

@@ -8,21 +8,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
-from pdrt.control.exchange import ClientGone
 from pdrt.control.http import PATH_HEADER
 from pdrt.control.join import Joiner
-from pdrt.control.relay import Client
 from pdrt.errors import PdrtError
 
 _OWN: Final = frozenset({"content-length"})  # of a part, not of the whole
 
 
+class ClientGone(Exception):
+    """The client's connection is closed."""
+
+
+class Reader(Protocol):
+    """Who reads the answer. `write` waits while the reader is slow; all may raise ClientGone."""
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None: ...
+
+    async def write(self, chunk: bytes) -> None: ...
+
+    async def finish(self) -> None: ...
+
+    async def break_off(self, error: PdrtError) -> None:
+        """Part of the answer is out: say that no more will come, and why."""
+        ...
+
+
 class Batch:
     """Give `part(i)` to whoever answers prompt i, `run` them all, then `end`."""
 
-    def __init__(self, joiner: Joiner, client: Client) -> None:
+    def __init__(self, joiner: Joiner, client: Reader) -> None:
         self.joiner, self._client = joiner, client
         self.has_begun = False  # the client has heard something
         self.broken: PdrtError | None = None  # why a part's answer broke off
@@ -31,7 +47,7 @@ class Batch:
         self._ended = 0
         self._writing = asyncio.Lock()  # one part waits for a slow reader at a time
 
-    def part(self, index: int) -> Client:
+    def part(self, index: int) -> Reader:
         return _Part(self, index)
 
     async def run(self, works: Sequence[Coroutine[None, None, bool]]) -> None:

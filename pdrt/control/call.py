@@ -103,7 +103,7 @@ async def submit_of(leader: Leader, call: Call) -> Submit:
     sampling = call.order.settle(len(ids), limit, leader.mint())
     leader.limits.check_bias(sampling)
     if sampling.grammar is not None:
-        raise BadRequest("response_format is not supported in this version")
+        await leader.grammars.check(sampling.grammar)
     resumed = None if call.leg is None else call.leg.resumed
     return Submit(
         room=call.room,

@@ -21,7 +21,9 @@ from pdrt.control.pairs import (
     PairEvent,
     feed,
 )
-from pdrt.control.relay import Relay, Ticket, Tools
+from pdrt.control.relay import Relay
+from pdrt.control.ticket import Ticket, Tools
+from pdrt.control.wire.reply import Fields
 from pdrt.errors import Overloaded, PdrtError
 
 PATH: Final = "/generate"
@@ -37,18 +39,25 @@ log = structlog.get_logger(__name__)
 class NoReader:
     """A client that wants to know nothing but how it ends."""
 
-    error: PdrtError | None = None
+    is_full = False
+    path_label = ""
 
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+    def __init__(self) -> None:
+        self.error: PdrtError | None = None
+
+    def start(self, status: int, headers: Mapping[bytes, bytes], path: str) -> None:
         pass
 
-    async def write(self, chunk: bytes) -> None:
+    def write(self, chunk: bytes) -> None:
         pass
 
-    async def finish(self) -> None:
+    def finish(self) -> None:
         pass
 
-    async def break_off(self, error: PdrtError) -> None:
+    def break_off(self, error: PdrtError) -> None:
+        self.error = error
+
+    def refuse(self, error: PdrtError, status: int = 0, headers: Fields = ()) -> None:
         self.error = error
 
 
@@ -86,15 +95,20 @@ async def _try_once(tools: Tools, pair: Pair) -> PairEvent:
         job=OrderJob(order.parse("generate", dict(_BODY)), seed=0),
         deadline=started + CANARY_S,
         may_retry=False,
-        headers={CANARY_HEADER: "1"},
+        lines=f"{CANARY_HEADER}: 1\r\n".encode(),
     )
     rank = pair.prefill.choose_rank("round_robin") if pair.prefill else 0
     tools.fleet.turn += 1
     reader = NoReader()
     choice = Choice(pair.prefill, pair.decode, rank)
-    failure = await Relay(ticket, choice, tools, reader).run()
-    error = failure.error if failure else reader.error
-    return _verdict(pair, error, clock() - started)
+    ended = asyncio.Event()
+    relay = Relay(ticket, choice, tools, reader, lambda _relay: ended.set())
+    relay.start()
+    try:
+        await ended.wait()
+    finally:
+        relay.client_left()  # it has, if this was cancelled
+    return _verdict(pair, reader.error, clock() - started)
 
 
 def _verdict(pair: Pair, error: PdrtError | None, took_s: float) -> PairEvent:

@@ -8,16 +8,25 @@ from contextlib import contextmanager
 from pdrt.errors import Conflict
 
 
-@contextmanager
-def claimed(rooms: set[int], room: int | None) -> Iterator[None]:
-    """Keep `room` in `rooms` meanwhile; None is no key. Raises Conflict when it is there."""
+def claim(rooms: set[int], room: int | None) -> None:
+    """Keep `room` in `rooms` until it is released; None is no key. Raises Conflict."""
     if room is None:
-        yield
         return
     if room in rooms:
         raise Conflict(f"bootstrap_room {room} is in flight")
     rooms.add(room)
+
+
+def release(rooms: set[int], room: int | None) -> None:
+    if room is not None:
+        rooms.discard(room)
+
+
+@contextmanager
+def claimed(rooms: set[int], room: int | None) -> Iterator[None]:
+    """The same for as long as a block runs."""
+    claim(rooms, room)
     try:
         yield
     finally:
-        rooms.discard(room)
+        release(rooms, room)

@@ -1,16 +1,16 @@
-"""The three exchanges with leaders: each ends in one event and raises nothing of the wire's."""
+"""Two of a request's exchanges with leaders, each of which ends in one event: prefill, and rebind.
+
+The third, decode's, passes an answer on (passon.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Final, Protocol, TypeAlias
 
 from pdrt.control.http import Json
-from pdrt.control.instances import Instance
+from pdrt.control.instances import Hold, Instance
 from pdrt.control.legs import (
-    ClientLeft,
-    DecodeEnded,
     DecodeFailed,
     Event,
     Failure,
@@ -19,95 +19,224 @@ from pdrt.control.legs import (
     PrefillDone,
     PrefillFailed,
 )
-from pdrt.control.longjson import read_long
+from pdrt.control.longjson import SHORT, parse_long, read_long
 from pdrt.control.merge import Merge
-from pdrt.control.upstream import Answer, Upstream
-from pdrt.errors import BadRequest, PdrtError, Unavailable
+from pdrt.control.upstream import MAX_ERROR_BYTES, Headers, failure_of, is_good, lost_error
+from pdrt.control.wire.client import Call, Lost
+from pdrt.errors import BadRequest, PdrtError, PeerLost, Unavailable
 
-SHORT_ANSWER: Final = 1 << 20  # an answer that is not streamed is checked whole up to this size
 PREFILL_ANSWER: Final = 1 << 20
 PREFILL_TELLS: Final = 1 << 25  # the same with what it tells of a long prompt
 
-
-class ClientGone(Exception):
-    """The client's connection is closed."""
+Work: TypeAlias = Coroutine[object, object, Event | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One POST to a leader."""
+class Owner(Protocol):
+    """The relay, as its legs see it."""
 
-    instance: Instance
-    path: str
-    body: bytes
-    headers: Mapping[str, str]
+    def say(self, event: Event) -> None: ...
+
+    def spawn(self, work: Work, failed: Callable[[Failure], Event]) -> Task:
+        """What takes longer than a blink; its event, if any, is said when it is done."""
+        ...
 
 
-async def prefill(
-    leg: int, upstream: Upstream, call: Call, merge: Merge | None, *, is_plain: bool
-) -> Event:
+class Task(Protocol):
+    def cancel(self) -> object: ...
+
+
+class Leg(Protocol):
+    def cancel(self) -> None:
+        """Close the connection and give back what was counted."""
+        ...
+
+
+class Body:
+    """The bytes of an answer, up to a limit."""
+
+    __slots__ = ("limit", "parts", "size")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.parts: list[bytes] = []
+        self.size = 0
+
+    def take(self, data: bytes) -> bool:
+        """Whether it is within the limit still."""
+        self.size += len(data)
+        if self.size > self.limit:
+            return False
+        self.parts.append(data)
+        return True
+
+    def whole(self) -> bytes:
+        return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
+
+
+class PrefillLeg:
+    """`merge` is what needs to know what it tells of the prompt."""
+
+    __slots__ = (
+        "_body",
+        "_headers",
+        "_hold",
+        "_instance",
+        "_is_plain",
+        "_merge",
+        "_owner",
+        "_status",
+        "_task",
+        "call",
+        "number",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        owner: Owner,
+        instance: Instance,
+        hold: Hold,
+        merge: Merge | None,
+        *,
+        is_plain: bool,
+    ) -> None:
+        self.number, self._owner, self._instance, self._hold = number, owner, instance, hold
+        self._merge, self._is_plain = merge, is_plain
+        self._body = Body(PREFILL_ANSWER if merge is None else PREFILL_TELLS)
+        self._status = 0
+        self._headers: Headers = {}
+        self._task: Task | None = None
+        self.call: Call | None = None
+
+    def cancel(self) -> None:
+        self._hold.release()
+        if self.call is not None:
+            self.call.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status, self._headers = status, headers
+
+    def on_body(self, data: bytes) -> None:
+        self._instance.signs += 1
+        if not self._body.take(data) and is_good(self._status):
+            limit = self._body.limit
+            self._fail(PeerLost(f"{self._instance.name} answered more than {limit} bytes"))
+
+    def on_end(self) -> None:
+        self._hold.release()
+        body = self._body.whole()
+        if not is_good(self._status):
+            failure = failure_of(self._instance, self._status, self._headers, body)
+            self._owner.say(PrefillFailed(self.number, failure))
+        elif self._is_plain:
+            self._owner.say(PrefillDone(self.number))
+        elif len(body) <= SHORT:
+            self._owner.say(self._outcome(body, _parsed(body)))
+        else:
+            self._task = self._owner.spawn(self._read(body), self._failed)
+
+    def on_lost(self, lost: Lost) -> None:
+        self._fail(lost_error(self._instance, lost))
+
+    def _fail(self, error: PdrtError) -> None:
+        self.cancel()
+        self._owner.say(PrefillFailed(self.number, Failure.of(error, elsewhere=True)))
+
+    def _failed(self, failure: Failure) -> Event:
+        return PrefillFailed(self.number, failure)
+
+    async def _read(self, body: bytes) -> Event:
+        try:
+            return self._outcome(body, await read_long(body))
+        except BadRequest:
+            return self._outcome(body, {})
+
+    def _outcome(self, body: bytes, said: Json) -> Event:
+        """Done if the answer says that the prompt is where it belongs."""
+        if said.get("status") != "prefilled":
+            return self._failed(Failure.of(PdrtError(f"prefill answered {body[:200]!r}")))
+        if self._merge is not None:
+            try:
+                self._merge.check(said)
+            except PdrtError as error:
+                return self._failed(Failure.of(error))
+        return PrefillDone(self.number, said)
+
+
+def _parsed(body: bytes) -> Json:
     try:
-        async with upstream.post(call.instance, call.path, call.body, call.headers) as answer:
-            if not answer.is_good:
-                return PrefillFailed(leg, await answer.failure())
-            body = await answer.whole(PREFILL_ANSWER if merge is None else PREFILL_TELLS)
-    except PdrtError as error:
-        return PrefillFailed(leg, Failure.of(error, elsewhere=True))
-    if is_plain:
-        return PrefillDone(leg)
-    try:
-        return PrefillDone(leg, await _told(body, merge))
-    except PdrtError as error:
-        return PrefillFailed(leg, Failure.of(error))
-
-
-async def _told(body: bytes, merge: Merge | None) -> Json:
-    """What says that the prompt is where it belongs. Raises PdrtError when this does not."""
-    try:
-        said = await read_long(body)
+        return parse_long(body)
     except BadRequest:
-        said = {}
-    if said.get("status") != "prefilled":
-        raise PdrtError(f"prefill answered {body[:200]!r}")
-    if merge is not None:
-        merge.check(said)
-    return said
+        return {}
 
 
-async def decode(
-    leg: int, upstream: Upstream, call: Call, pass_on: Callable[[int, Answer], Awaitable[None]]
-) -> Event:
-    """`pass_on` is given a good answer and takes it to the client; it raises ClientGone."""
-    try:
-        async with upstream.post(call.instance, call.path, call.body, call.headers) as answer:
-            if not answer.is_good:
-                return DecodeFailed(leg, await answer.failure())
-            await pass_on(leg, answer)
-    except ClientGone:
-        return ClientLeft()
-    except PdrtError as error:
-        return DecodeFailed(leg, Failure.of(error, elsewhere=True))
-    return DecodeEnded(leg)
+class JoinLeg:
+    """Tells decode who prefills now. It may not have heard of the room yet: then it is asked again.
 
+    `post` sends the question; `may_ask_again` waits a little, and says whether there is time.
+    """
 
-async def join(
-    leg: int,
-    decode_leg: int,
-    upstream: Upstream,
-    call: Call,
-    ask_again: Callable[[], Awaitable[bool]],
-) -> Event:
-    """Tell decode who prefills now. It may not have heard of the room yet: then ask again."""
-    try:
-        while True:
-            async with upstream.post(call.instance, call.path, call.body, call.headers) as answer:
-                if answer.is_good:
-                    return Joined(leg)
-                if answer.status == 409:
-                    return JoinedLate(leg)
-                failure = await answer.failure()
-            if answer.status != 404 or not await ask_again():
-                lost = Unavailable(f"decode does not wait for a new prefill: {failure.error}")
-                return DecodeFailed(decode_leg, Failure.of(lost, elsewhere=True))
-    except PdrtError as error:
-        return DecodeFailed(decode_leg, Failure.of(error, elsewhere=True))
+    def __init__(
+        self,
+        number: int,
+        decode_number: int,
+        owner: Owner,
+        instance: Instance,
+        post: Callable[[JoinLeg], Call],
+        may_ask_again: Callable[[], Awaitable[bool]],
+    ) -> None:
+        self._number, self._decode_number, self._owner = number, decode_number, owner
+        self._instance, self._post, self._may_ask_again = instance, post, may_ask_again
+        self._body = Body(MAX_ERROR_BYTES)
+        self._status = 0
+        self._headers: Headers = {}
+        self._call: Call | None = None
+        self._task: Task | None = None
+
+    def open(self) -> None:
+        self._body = Body(MAX_ERROR_BYTES)
+        self._call = self._post(self)
+
+    def cancel(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status, self._headers = status, headers
+
+    def on_body(self, data: bytes) -> None:
+        self._instance.signs += 1
+        self._body.take(data)
+
+    def on_end(self) -> None:
+        if is_good(self._status):
+            self._owner.say(Joined(self._number))
+        elif self._status == 409:
+            self._owner.say(JoinedLate(self._number))
+        elif self._status == 404:
+            self._task = self._owner.spawn(self._again(), self._failed)
+        else:
+            self._owner.say(self._refused())
+
+    def on_lost(self, lost: Lost) -> None:
+        error = lost_error(self._instance, lost)
+        self._owner.say(self._failed(Failure.of(error, elsewhere=True)))
+
+    async def _again(self) -> Event | None:
+        if not await self._may_ask_again():
+            return self._refused()
+        self.open()
+        return None
+
+    def _refused(self) -> Event:
+        body = self._body.whole()
+        failure = failure_of(self._instance, self._status, self._headers, body)
+        lost = Unavailable(f"decode does not wait for a new prefill: {failure.error}")
+        return self._failed(Failure.of(lost, elsewhere=True))
+
+    def _failed(self, failure: Failure) -> Event:
+        return DecodeFailed(self._decode_number, failure)

@@ -16,25 +16,24 @@ import structlog
 
 from pdrt.config import RouterConfig
 from pdrt.control import order
-from pdrt.control.batch import Batch
+from pdrt.control.batched import carry_batch
 from pdrt.control.canary import try_pairs
-from pdrt.control.claims import claimed
-from pdrt.control.client import HttpClient
+from pdrt.control.claims import claim, release
 from pdrt.control.door import Door
 from pdrt.control.fleet import Fleet, listed
 from pdrt.control.http import Json, is_api_key
 from pdrt.control.job import Job, OrderJob, PlainJob
-from pdrt.control.join import Joiner
 from pdrt.control.leases import Leases
 from pdrt.control.ledger import Ledger
-from pdrt.control.legs import Failure
 from pdrt.control.order import Order
 from pdrt.control.policy import Ask
-from pdrt.control.relay import Client, Clocks, Relay, Ticket, Tools
+from pdrt.control.relay import Relay
 from pdrt.control.routermetrics import RouterMetrics
 from pdrt.control.session import session_of
-from pdrt.control.upstream import Upstream, open_session
-from pdrt.control.wire.exchange import NO_PATH, Exchange
+from pdrt.control.ticket import Client, Clocks, Ticket, Tools
+from pdrt.control.upstream import Upstream
+from pdrt.control.wire.client import Client as HttpClient
+from pdrt.control.wire.exchange import Exchange
 from pdrt.control.wire.reply import Reply
 from pdrt.control.wire.request import Request
 from pdrt.control.wire.routes import Routes
@@ -91,9 +90,9 @@ class Router:
     tools: Tools | None = None
     watching: asyncio.Task[None] | None = None
     relays: set[Relay] = field(default_factory=set)
+    batches: set[asyncio.Task[None]] = field(default_factory=set)
     ledger: Ledger = field(init=False)
     door: Door = field(init=False)
-    serving: set[asyncio.Task[None]] = field(default_factory=set)
     rooms: set[int] = field(default_factory=set)  # idempotency keys of requests in flight
     draining: bool = False
     admitted: int = 0
@@ -119,24 +118,26 @@ class Router:
     async def lifetime(self) -> AsyncIterator[None]:
         """Connections to instances and watchers live exactly as long as this."""
         timeouts = self.config.timeouts
-        async with open_session(timeouts.connect_s) as session:
-            bearer = self.key.bearer() if self.key else ""
-            self.tools = Tools(
-                fleet=self.fleet,
-                upstream=Upstream(session, bearer),
-                key=self.key,
-                mint_room=self.mint_room,
-                clocks=self.clocks,
-                rebind_grace_s=timeouts.rebind_grace_s,
-            )
-            self.fleet.told = self._tell
-            self.watching = asyncio.create_task(self._watch(self.tools))
-            try:
-                yield
-            finally:
-                self.watching.cancel()
-                with suppress(asyncio.CancelledError):
-                    await self.watching
+        client = HttpClient(timeouts.connect_s)
+        self.tools = Tools(
+            fleet=self.fleet,
+            upstream=Upstream(client, self.key.bearer() if self.key else ""),
+            key=self.key,
+            mint_room=self.mint_room,
+            clocks=self.clocks,
+            rebind_grace_s=timeouts.rebind_grace_s,
+            max_moves=self.config.policy.max_moves if self.config.policy.migrate else 0,
+            move_s=timeouts.move_s,
+        )
+        self.fleet.told = self._tell
+        self.watching = asyncio.create_task(self._watch(self.tools))
+        try:
+            yield
+        finally:
+            self.watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await self.watching
+            await client.close()
 
     async def _watch(self, tools: Tools) -> None:
         probe = tools.upstream.plain_status if tools.is_plain else tools.upstream.status
@@ -211,88 +212,74 @@ class Router:
     # One request.
 
     def serve(self, exchange: Exchange) -> None:
-        task = asyncio.get_running_loop().create_task(self._serve(exchange))
-        exchange.task = task
-        self.serving.add(task)
-        task.add_done_callback(self.serving.discard)
-
-    async def _serve(self, exchange: Exchange) -> None:
-        started = self.clocks.clock()
-        try:
-            read = self._read(exchange.request)
-            with claimed(self.rooms, read.client_room):
-                await self._relay(exchange, read, started)
-        except PdrtError as error:
-            exchange.refuse(error)
-        except Exception:
-            log.exception("handler_failed", request_id=exchange.request.id)
-            exchange.fail()
-
-    async def _relay(self, exchange: Exchange, read: _Read, started: float) -> None:
-        request = exchange.request
-        pinned = self.fleet.pinned(read.pin) if read.pin else None
+        """Raises PdrtError when nobody can serve it."""
+        started, request = self.clocks.clock(), exchange.request
+        read = self._read(request)
         ticket = Ticket(
             request_id=request.id,
             path=request.path,
             job=read.job,
             deadline=started + (read.timeout_s or self.config.timeouts.request_s),
             client_room=read.client_room,
-            pinned=pinned,
+            pinned=self.fleet.pinned(read.pin) if read.pin else None,
             ask=read.ask,
         )
-        client = HttpClient(exchange)
-        if read.batch is None:
-            failure, path = await self._carry(ticket, client, started)
-        else:
-            failure, path = await self._carry_batch(read.batch, ticket, client, started)
-        if failure is not None:
-            exchange.path_label = path
-            after = (("retry-after", failure.retry_after),) if failure.retry_after else ()
-            exchange.refuse(failure.error, failure.status, after)
-
-    async def _carry(
-        self, ticket: Ticket, client: Client, started: float
-    ) -> tuple[Failure | None, str]:
-        """The failure that the client has not heard of, and which path it was on."""
-        assert self.tools is not None, "requests come while the application runs"
-        choice = self.fleet.pick(ticket.ask, ticket.pinned)
-        relay = Relay(ticket, choice, self.tools, client)
-        self.relays.add(relay)
-        self.ledger.begin(relay, started)
+        claim(self.rooms, read.client_room)
         try:
-            return await relay.run(), relay.path_label
-        finally:
+            if read.batch is not None:
+                self._serve_batch(exchange, read.batch, ticket, started)
+                return
+            relay = self._begin(ticket, exchange, started, exchange)
+        except PdrtError:
+            release(self.rooms, read.client_room)
+            raise
+        exchange.on_gone, exchange.on_flow = relay.client_left, relay.flow
+        relay.start()
+
+    def _begin(
+        self, ticket: Ticket, client: Client, started: float, exchange: Exchange | None = None
+    ) -> Relay:
+        """Raises PdrtError. `exchange` is the client's, if it is all of this request's."""
+        assert self.tools is not None, "requests come while the router runs"
+
+        def ended(relay: Relay) -> None:
             self.relays.discard(relay)
+            if exchange is not None:
+                release(self.rooms, ticket.client_room)
+                if not exchange.is_over:
+                    exchange.fail()
             self._account(relay, started)
 
-    async def _carry_batch(
-        self, batched: Order, ticket: Ticket, client: Client, started: float
-    ) -> tuple[Failure | None, str]:
-        """Each prompt is a request of its own: chosen, retried and counted by itself."""
-        batch, failed = Batch(Joiner(batched), client), list[tuple[Failure, str]]()
+        choice = self.fleet.pick(ticket.ask, ticket.pinned)
+        relay = Relay(ticket, choice, self.tools, client, ended)
+        self.relays.add(relay)
+        self.ledger.begin(relay, started)
+        return relay
 
-        async def one(index: int, job: OrderJob) -> bool:
+    def _serve_batch(
+        self, exchange: Exchange, batch: Order, ticket: Ticket, started: float
+    ) -> None:
+        def begin(each: Ticket, client: Client) -> Relay:
+            own = replace(each, ask=self._ask_of_part(each.ask, each.job))
+            relay = self._begin(own, client, started)
+            relay.start()
+            return relay
+
+        async def carry() -> None:
             try:
-                own = replace(ticket, job=job, ask=self._ask_of_part(ticket.ask, job))
-                carried = self._carry(own, batch.part(index), started)
-                failure, path = await carried
-            except PdrtError as error:  # nobody is there to serve it
-                failure, path = Failure.of(error), NO_PATH
-            if failure is not None:
-                failed.append((failure, path))
-                await batch.part(index).break_off(failure.error)
-            return batch.broken is None and not batch.joiner.has_failed
+                await carry_batch(batch, ticket, exchange, begin)
+            except Exception:
+                log.exception("batch_failed", request_id=ticket.request_id)
+            finally:
+                release(self.rooms, ticket.client_room)
+            if not exchange.is_over:
+                exchange.fail()
 
-        jobs = [OrderJob(part, seed=secrets.randbits(63)) for part in batched.parts()]
-        await batch.run([one(index, job) for index, job in enumerate(jobs)])
-        if batch.has_begun:
-            await batch.end()
-            return None, NO_PATH
-        if failed:
-            return failed[0]
-        return (Failure.of(batch.broken), NO_PATH) if batch.broken else (None, NO_PATH)
+        exchange.task = asyncio.get_running_loop().create_task(carry())
+        self.batches.add(exchange.task)
+        exchange.task.add_done_callback(self.batches.discard)
 
-    def _ask_of_part(self, whole: Ask, job: OrderJob) -> Ask:
+    def _ask_of_part(self, whole: Ask, job: Job) -> Ask:
         """Each prompt of a batch is chosen for by itself, in a room of its own."""
         return Ask(
             whole.model,
@@ -334,6 +321,8 @@ class Router:
         if relay.first_byte_at is not None:
             self.metrics.first_byte.observe(relay.first_byte_at - started)
         self.metrics.retries.inc(relay.route.tries)
+        if relay.route.moves:
+            self.metrics.moved.inc(relay.route.moves)
         failure = relay.failure
         tell = log.warning if failure else log.info
         tell(

@@ -21,6 +21,16 @@ class Job(Protocol):
     def stream(self) -> bool: ...
 
     @property
+    def sequences(self) -> int:
+        """Answers to one prompt."""
+        ...
+
+    @property
+    def prompt(self) -> object:
+        """Text, ids or turns."""
+        ...
+
+    @property
     def prompt_weight(self) -> int:
         """Tokens that prefill computes, about."""
         ...
@@ -51,8 +61,11 @@ class OrderJob:
         return self.order.stream
 
     @property
+    def sequences(self) -> int:
+        return self.order.drawn
+
+    @property
     def prompt(self) -> object:
-        """Text, ids or turns."""
         prompt = self.order.prompt
         return list(prompt.turns) if isinstance(prompt, Chat) else prompt
 
@@ -81,6 +94,10 @@ class PlainJob:
     @property
     def stream(self) -> bool:
         return self.fields.get("stream") is True
+
+    @property
+    def sequences(self) -> int:
+        return 1
 
     @property
     def prompt(self) -> object:

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from pdrt.config import Role
 from pdrt.control.dispatch import DPDispatcher
+from pdrt.control.grammarcheck import GrammarCheck
 from pdrt.control.http import Json
 from pdrt.control.text import TextPool
 from pdrt.errors import BadRequest, TooLong
@@ -61,6 +62,7 @@ class Leader:
     model: str  # what clients call it
     dispatcher: DPDispatcher
     text: TextPool
+    grammars: GrammarCheck
     limits: Limits
     key: ClusterKey | None
     registry: CollectorRegistry

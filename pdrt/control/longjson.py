@@ -17,7 +17,7 @@ from pdrt.control.http import Json, no_constant
 from pdrt.control.reply import RawList, long_json_of
 from pdrt.errors import BadRequest
 
-_SHORT: Final = 1 << 15  # bytes: read in a blink
+SHORT: Final = 1 << 15  # bytes: read in a blink
 _PIECE: Final = 256  # elements
 _BREATH_S: Final = 1e-5  # anything above 0 lets a waiting thread run
 _WIDE: Final = frozenset({"choices", "outputs"})  # lists of objects, which are long themselves
@@ -30,7 +30,7 @@ _Read: TypeAlias = tuple[Any, int]  # a value, and where it ends
 
 async def read_long(body: bytes) -> Json:
     """The JSON object in these bytes, to be said by `long_json_of`. Raises BadRequest."""
-    if len(body) <= _SHORT:
+    if len(body) <= SHORT:
         return parse_long(body)
     return await asyncio.to_thread(parse_long, body)
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from pdrt.control.answer import Answer, Delta
-from pdrt.control.exchange import ClientGone
+from pdrt.control.batch import ClientGone, Reader
 from pdrt.control.order import Order
-from pdrt.control.relay import Client
 from pdrt.control.reply import DONE, EVENTS, Voice, beside, event_of, long_json_of, opening_of
 from pdrt.errors import Cancelled, PdrtError
 
@@ -16,7 +15,7 @@ from pdrt.errors import Cancelled, PdrtError
 class PartReply:
     """Nothing is said before the first output, so an error before it is raised."""
 
-    def __init__(self, client: Client, voice: Voice, order: Order) -> None:
+    def __init__(self, client: Reader, voice: Voice, order: Order) -> None:
         self._client, self._voice, self._is_streamed = client, voice, order.stream
         self._has_begun = False
 

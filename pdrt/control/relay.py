@@ -1,30 +1,26 @@
 """Carries one request: opens its legs, lets the route's table decide, passes the answer on.
 
-The promises are the table's (legs.py); this shell adds that nothing it opened outlives it:
-all legs are tasks of one group, and a leg's end closes its connection.
+The promises are the table's (legs.py); this shell adds that nothing it opened outlives it. It is
+callbacks all the way: what arrives on a leg becomes an event, and the table's effects are carried
+out in the same breath, so a request costs no task and no queue.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Final, Protocol, TypeAlias
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
 
 import structlog
 
 from pdrt.config import Role
-from pdrt.control import exchange as exchanges
-from pdrt.control.exchange import SHORT_ANSWER, Call, ClientGone
-from pdrt.control.fleet import Choice, Fleet
-from pdrt.control.http import PATH_HEADER, Json
+from pdrt.control.exchange import JoinLeg, Leg, PrefillLeg, Work
+from pdrt.control.fleet import Choice
+from pdrt.control.http import Json
 from pdrt.control.instances import Hold, Instance
-from pdrt.control.job import Job
 from pdrt.control.legs import (
-    Answered,
-    AnsweredEarly,
     BreakAnswer,
     CalledOff,
     CancelDecode,
@@ -37,6 +33,7 @@ from pdrt.control.legs import (
     FinishAnswer,
     InstanceReplaced,
     JoinedLate,
+    LookForAnother,
     OpenDecode,
     OpenPrefill,
     PairReplaced,
@@ -50,97 +47,41 @@ from pdrt.control.legs import (
     begin,
     feed,
 )
-from pdrt.control.merge import MERGED_ANSWER, Merge
-from pdrt.control.policy import Ask
-from pdrt.control.schema import Leg
+from pdrt.control.moving import Mover
+from pdrt.control.passon import DecodeLeg, Way
+from pdrt.control.schema import Leg as LegFields
 from pdrt.control.setbacks import Setback
-from pdrt.control.upstream import Answer, Upstream
-from pdrt.errors import (
-    DeadlinePassed,
-    Overloaded,
-    PdrtError,
-    PeerLost,
-    TransferFailed,
-    Unavailable,
-)
-from pdrt.keys import ClusterKey
+from pdrt.control.ticket import Alarm, Client, Ticket, Tools
+from pdrt.control.wire.client import Call
+from pdrt.errors import DeadlinePassed, Overloaded, PdrtError, TransferFailed, Unavailable
 
 MAX_TRIES: Final = 3
 TOKEN_SPARE_S: Final = 5.0
 REBIND_EVERY_S: Final = 0.02
-PASSED_ON: Final = ("content-type", "content-length", "cache-control")
+_REBIND: Final = "/internal/rebind"
+_REBIND_NAMES: Final = {
+    "bootstrap_room",
+    "attempt",
+    "bootstrap_host",
+    "bootstrap_port",
+    "disagg_prefill_dp_rank",
+    "transfer_token",
+}
 
-Exchange: TypeAlias = Callable[[], Awaitable[Event]]
 log = structlog.get_logger(__name__)
 
 
-class Client(Protocol):
-    """Who reads the answer. `write` waits while the reader is slow."""
-
-    async def start(self, status: int, headers: Mapping[str, str]) -> None: ...
-
-    async def write(self, chunk: bytes) -> None: ...
-
-    async def finish(self) -> None: ...
-
-    async def break_off(self, error: PdrtError) -> None:
-        """Part of the answer is out: say that no more will come, and why."""
-        ...
-
-
-class Alarm(Protocol):
-    def cancel(self) -> None: ...
-
-
-def ring_later(delay: float, ring: Callable[[], None]) -> Alarm:
-    return asyncio.get_running_loop().call_later(delay, ring)
-
-
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    """Clocks and waits, so that tests can bring their own."""
-
-    clock: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
-    alarm: Callable[[float, Callable[[], None]], Alarm] = ring_later
-    pause: Callable[[float], Awaitable[None]] = asyncio.sleep
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """What all relays of a router share. Without a key, instances are plain backends."""
-
-    fleet: Fleet
-    upstream: Upstream
-    key: ClusterKey | None
-    mint_room: Callable[[], int]
-    clocks: Clocks
-    rebind_grace_s: float
-
-    @property
-    def is_plain(self) -> bool:
-        return self.key is None
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """One request on its way: the job, where it goes and how long it may take."""
-
-    request_id: str
-    path: str
-    job: Job
-    deadline: float
-    client_room: int | None = None
-    pinned: Instance | None = None
-    ask: Ask = field(default_factory=Ask)  # what choices go by; `room` is that of the first try
-    may_retry: bool = True
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
 class Relay:
-    """Create it with a choice already made, in the same breath call `run`."""
+    """Create it with a choice already made, in the same breath call `start`."""
 
-    def __init__(self, ticket: Ticket, choice: Choice, tools: Tools, client: Client) -> None:
+    def __init__(
+        self,
+        ticket: Ticket,
+        choice: Choice,
+        tools: Tools,
+        client: Client,
+        ended: Callable[[Relay], None],
+    ) -> None:
         self.ticket, self.choice = ticket, choice
         room = ticket.ask.room or tools.mint_room()
         self.route, self._first = begin(room, alone=choice.prefill is None)
@@ -148,16 +89,21 @@ class Relay:
         self.status = 0  # what the client was answered; 0 = nothing
         self.failure: Failure | None = None
         self.setbacks: list[Setback] = []  # what failed on the way
-        self._tools, self._client = tools, client
+        self._tools, self._client, self._ended = tools, client, ended
         created = int(tools.clocks.wall())
         self._merge = ticket.job.merge(ticket.request_id, created) if choice.prefill else None
         self._told: Json = {}  # what prefill answered
-        self._inbox: asyncio.Queue[Event] = asyncio.Queue()  # a few events a leg
-        self._prefill_tasks: list[asyncio.Task[None]] = []
-        self._decode_tasks: list[asyncio.Task[None]] = []
+        self._inbox: deque[Event] = deque()
+        self._is_busy = False
+        self._prefill: list[Leg] = []  # and what joins it to decode
+        self._decode: DecodeLeg | None = None
         self._tried: set[Instance] = set()
-        self._go = asyncio.Event()
-        self._tasks = asyncio.TaskGroup()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._alarm: Alarm | None = None
+        self._token: tuple[int, int, str] | None = None
+        self._mover = Mover(ticket, tools, self.say)
+        self._created = created
+        self._lines = b"x-request-id: %b\r\n%b" % (ticket.request_id.encode(), ticket.lines)
 
     @property
     def path_label(self) -> str:
@@ -165,40 +111,86 @@ class Relay:
             return "disagg"
         return f"fallback:{self.choice.fallback}" if self.choice.fallback else "local"
 
-    def call_off(self, error: PdrtError) -> None:
-        self._inbox.put_nowait(CalledOff(Failure.of(error)))
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has a part of its answer."""
+        return self.first_byte_at is not None
 
-    async def run(self) -> Failure | None:
-        """Serve to the end. The failure returned is one the client has not heard of yet."""
-        alarm = self._tools.clocks.alarm(self._time_left(), self._on_deadline)
-        refused = False
+    def start(self) -> None:
+        self._alarm = self._tools.clocks.alarm(self._time_left(), self._on_deadline)
+        self._is_busy = True
+        self._step(None)
+        self._turn()
+
+    def call_off(self, error: PdrtError) -> None:
+        self.say(CalledOff(Failure.of(error)))
+
+    def client_left(self) -> None:
+        self.say(ClientLeft())
+
+    def flow(self, is_full: bool) -> None:
+        """The client has fallen behind, or has caught up."""
+        if self._decode is not None:
+            self._decode.flow(is_full=is_full)
+
+    # Events become effects.
+
+    def say(self, event: Event) -> None:
+        """What happened; at once, or after what is being done now."""
+        self._inbox.append(event)
+        if not self._is_busy:
+            self._is_busy = True
+            self._turn()
+
+    def _turn(self) -> None:
+        while self._inbox and not self.route.is_over:
+            self._step(self._inbox.popleft())
+        self._is_busy = False
+        if self.route.is_over and self._alarm is not None:
+            self._end()
+
+    def _step(self, event: Event | None) -> None:
+        """A fault of ours ends this request, typed, and no other. None: the beginning."""
         try:
-            async with self._tasks:
-                self._carry_out(self._first)
-                while not self.route.is_over:
-                    event = self._considered(await self._inbox.get())
-                    for effect in self._carry_out(feed(self.route, event)):
-                        refused = refused or isinstance(effect, Refuse)
-        except asyncio.CancelledError:
-            feed(self.route, ClientLeft())
-            raise
-        finally:
-            alarm.cancel()
+            known = event and self._considered(event)
+            for effect in self._first if known is None else feed(self.route, known):
+                self._carry_out(effect)
+        except Exception:
+            log.exception("relay_failed", request_id=self.ticket.request_id)
+            self._inbox.clear()
+            failure = Failure.of(PdrtError("an internal error; see the log"))
+            if self.failure is None:
+                self.failure = failure
+                self._inbox.append(CalledOff(failure))
+            else:  # not even that can be told
+                self.route.state = State.FAILED
+
+    def _end(self) -> None:
+        """Nothing of it is left but what can be read of it."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = None
         if self.route.state is State.SERVED:
             self._tools.fleet.praise(self.choice)
-        if refused:
-            return self.failure
-        try:
-            await self._end_answer()
-        except ClientGone:
-            log.info("client_left", request_id=self.ticket.request_id, at="the end")
-        return None
+        self._mover.cancel()
+        self._cancel_prefill()
+        self._cancel_decode()
+        self._ended(self)
 
-    async def _end_answer(self) -> None:
-        if self.failure is not None:
-            await self._client.break_off(self.failure.error)
-        elif self.status:
-            await self._client.finish()
+    def spawn(self, work: Work, failed: Callable[[Failure], Event]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(self._work(work, failed))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _work(self, work: Work, failed: Callable[[Failure], Event]) -> None:
+        try:
+            event = await work
+        except Exception:
+            log.exception("leg_failed", request_id=self.ticket.request_id)
+            event = failed(Failure.of(PdrtError("an internal error; see the log")))
+        if event is not None:
+            self.say(event)
 
     # Decisions that need to know other instances.
 
@@ -213,6 +205,8 @@ class Relay:
             return event
         if self.route.is_current(event) and not self.route.is_over:
             self._note_setback(event)
+        if isinstance(event, DecodeFailed) and self.route.may_move(event):
+            return self._mover.considered(event, self.route, self._culprit(event))
         if not (self.ticket.may_retry and self.route.may_replace(event)):
             return event
         if self.route.tries + 1 >= MAX_TRIES:
@@ -261,189 +255,172 @@ class Relay:
 
     # Effects.
 
-    def _carry_out(self, effects: Sequence[Effect]) -> Sequence[Effect]:
-        for effect in effects:
-            match effect:
-                case OpenPrefill(leg):
-                    self._open_prefill(leg)
-                case OpenDecode(leg):
-                    self._open_decode(leg)
-                case Rebind(leg):
-                    self._rebind(leg)
-                case CancelPrefill():
-                    _cancel(self._prefill_tasks)
-                case CancelDecode():
-                    _cancel(self._decode_tasks)
-                case StartAnswer():
-                    self.first_byte_at = self._tools.clocks.clock()
-                    self._go.set()
-                case BreakAnswer(failure) | Refuse(failure):
-                    self.failure = failure
-                case FinishAnswer():
-                    pass  # done after the legs have ended
-        return effects
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case OpenDecode(leg):
+                self._open_decode(leg)
+            case OpenPrefill(leg):
+                self._open_prefill(leg)
+            case CancelPrefill():
+                self._cancel_prefill()
+            case CancelDecode():
+                self._cancel_decode()
+            case Rebind(leg):
+                self._rebind(leg)
+            case LookForAnother(leg):
+                self._mover.look(leg)
+            case StartAnswer() | FinishAnswer() | BreakAnswer() | Refuse():
+                self._answer(effect)
 
-    def _open_prefill(self, leg: int) -> None:
-        def failed(failure: Failure) -> Event:
-            return PrefillFailed(leg, failure)
+    def _answer(self, effect: StartAnswer | FinishAnswer | BreakAnswer | Refuse) -> None:
+        match effect:
+            case StartAnswer():
+                self._start_answer()
+            case FinishAnswer():
+                self._client.finish()
+            case BreakAnswer(failure):
+                self.failure = failure
+                self._client.break_off(failure.error)
+            case Refuse(failure):
+                self.failure = failure
+                self._refuse(failure)
 
-        prefill = self.choice.prefill
+    def _refuse(self, failure: Failure) -> None:
+        """With a leg's own status and message."""
+        self._client.path_label = self.path_label
+        after = (("retry-after", failure.retry_after),) if failure.retry_after else ()
+        self._client.refuse(failure.error, failure.status, after)
+
+    def _open_prefill(self, number: int) -> None:
+        prefill, tools = self.choice.prefill, self._tools
         assert prefill is not None, "a prefill leg needs a prefill instance"
-        tools, call = self._tools, self._call(prefill, "prefill")
-        hold = self._hold(prefill, self.ticket.job.prompt_weight, self.choice.dp_rank, failed)
-        exchange = partial(
-            exchanges.prefill, leg, tools.upstream, call, self._merge, is_plain=tools.is_plain
+
+        def lost(error: PdrtError) -> None:
+            self.say(PrefillFailed(number, Failure.of(error, elsewhere=True)))
+
+        hold = self._hold(prefill, self.ticket.job.prompt_weight, self.choice.dp_rank, lost)
+        leg = PrefillLeg(number, self, prefill, hold, self._merge, is_plain=tools.is_plain)
+        self._prefill.append(leg)
+        leg.call = self._post(prefill, "prefill", leg)
+
+    def _open_decode(self, number: int) -> None:
+        self.choice = self._mover.choice or self.choice
+        decode, is_alone = self.choice.decode, self.choice.prefill is None
+
+        def lost(error: PdrtError) -> None:
+            if self._decode is not None and self._decode.number == number:
+                self._decode.lose(error)
+
+        mover, is_resumed = self._mover, self.route.moves > 0
+        moving = mover.moving if is_resumed else mover.begin(self.path_label, self._shown_room)
+        leg = DecodeLeg(
+            number,
+            self,
+            decode,
+            self._hold(decode, self.ticket.job.answer_weight, 0, lost),
+            self._client,
+            Way(
+                self.ticket.job.stream,
+                not is_alone and self._needs_prefill,
+                None if is_resumed else self._merge,
+                moving,
+                is_resumed,
+            ),
         )
-        task = self._tasks.create_task(self._say(exchange, failed))
-        task.add_done_callback(lambda _task: hold.release())
-        self._prefill_tasks.append(task)
+        self._decode = leg
+        leg.call = self._post(decode, "hybrid" if is_alone else "decode", leg)
 
-    def _open_decode(self, leg: int) -> None:
-        def failed(failure: Failure) -> Event:
-            return DecodeFailed(leg, failure)
+    @property
+    def _needs_prefill(self) -> bool:
+        """Whether decode's answer alone is not enough to go on."""
+        return self._tools.is_plain or self._merge is not None
 
-        decode, self._go = self.choice.decode, asyncio.Event()
-        call = self._call(decode, "hybrid" if self.choice.prefill is None else "decode")
-        hold = self._hold(decode, self.ticket.job.answer_weight, 0, failed)
-        exchange = partial(exchanges.decode, leg, self._tools.upstream, call, self._pass_on)
-        task = self._tasks.create_task(self._say(exchange, failed))
-        task.add_done_callback(lambda _task: hold.release())
-        self._decode_tasks.append(task)
+    def _post(self, instance: Instance, side: Role, leg: PrefillLeg | DecodeLeg) -> Call:
+        body = self.ticket.job.body(side, self._leg())
+        return self._tools.upstream.post(instance, self.ticket.path, body, self._lines, leg)
 
-    def _rebind(self, leg: int) -> None:
-        def failed(failure: Failure) -> Event:
-            return DecodeFailed(decode_leg, failure)
+    def _rebind(self, number: int) -> None:
+        decode, tools = self.choice.decode, self._tools
+        body = self._leg().model_dump_json(include=_REBIND_NAMES).encode()
+        until = tools.clocks.clock() + tools.rebind_grace_s
 
-        decode_leg, tools = self.route.decode_leg, self._tools
-        body = _rebind_body(self._leg())
-        call = Call(self.choice.decode, "/internal/rebind", body, self._request_headers)
-        ask_again = self._ask_again_until(tools.clocks.clock() + tools.rebind_grace_s)
-        exchange = partial(exchanges.join, leg, decode_leg, tools.upstream, call, ask_again)
-        self._prefill_tasks.append(self._tasks.create_task(self._say(exchange, failed)))
+        def post(leg: JoinLeg) -> Call:
+            return tools.upstream.post(decode, _REBIND, body, self._lines, leg)
+
+        async def may_ask_again() -> bool:
+            await tools.clocks.pause(REBIND_EVERY_S)
+            return tools.clocks.clock() < until
+
+        join = JoinLeg(number, self.route.decode_leg, self, decode, post, may_ask_again)
+        self._prefill.append(join)
+        join.open()
 
     def _hold(
-        self, instance: Instance, tokens: int, dp_rank: int, failed: Callable[[Failure], Event]
+        self, instance: Instance, tokens: int, dp_rank: int, lost: Callable[[PdrtError], None]
     ) -> Hold:
-        def lost(error: PdrtError) -> None:
-            self._inbox.put_nowait(failed(Failure.of(error, elsewhere=True)))
-
         return instance.hold(tokens, dp_rank, self._tools.fleet.turn, lost)
 
-    # Legs.
-
-    async def _say(self, exchange: Exchange, failed: Callable[[Failure], Event]) -> None:
-        try:
-            event = await exchange()
-        except Exception:  # a fault of ours ends this request, typed, and no other
-            log.exception("leg_failed", request_id=self.ticket.request_id)
-            event = failed(Failure.of(PdrtError("an internal error; see the log")))
-        self._inbox.put_nowait(event)
-
-    async def _pass_on(self, leg: int, answer: Answer) -> None:
-        """Byte for byte, from when the table allows it; at the reader's pace."""
-        if self._merge is not None and not self.ticket.job.stream:
-            await self._pass_on_merged(leg, answer, self._merge)
-            return
-        go = self._go
-        is_short = not self.ticket.job.stream and (answer.length or 0) <= SHORT_ANSWER
-        chunk = await (answer.whole(SHORT_ANSWER) if is_short else answer.chunk())
-        if not chunk:
-            raise PeerLost(f"{self.choice.decode.name} ended its answer before it began")
-        needs_prefill = self._tools.is_plain or self._merge is not None
-        early = needs_prefill and self.choice.prefill is not None
-        self._inbox.put_nowait(AnsweredEarly(leg) if early else Answered(leg))
-        await go.wait()
-        self.status = answer.status
-        await self._client.start(answer.status, self._headers(answer))
-        if self._merge is not None:
-            opening = partial(self._merge.opening, self._told, self._shown_room)
-            await self._client.write(await asyncio.to_thread(opening))
-        while chunk:
-            await self._client.write(chunk)
-            chunk = await answer.chunk()
-
-    async def _pass_on_merged(self, leg: int, answer: Answer, merge: Merge) -> None:
-        """A whole answer, with prefill's part in it."""
-        go = self._go
-        said = await merge.read(await answer.whole(MERGED_ANSWER))
-        self._inbox.put_nowait(AnsweredEarly(leg))
-        await go.wait()
-        body = await asyncio.to_thread(merge.whole, self._told, said)
-        self.status = answer.status
-        headers = {**self._headers(answer), "content-length": str(len(body))}
-        await self._client.start(answer.status, headers)
-        await self._client.write(body)
+    def _start_answer(self) -> None:
+        assert self._decode is not None, "it has answered"
+        self.first_byte_at, self.status = self._tools.clocks.clock(), self._decode.status
+        self._decode.go(self._shown_path(), self._told, self._shown_room)
 
     @property
     def _shown_room(self) -> int:
-        """What the client reads: its own key when it gave one."""
         own = self.ticket.client_room
         return self.route.room if own is None else own
 
-    def _ask_again_until(self, until: float) -> Callable[[], Awaitable[bool]]:
-        async def ask_again() -> bool:
-            await self._tools.clocks.pause(REBIND_EVERY_S)
-            return self._tools.clocks.clock() < until
+    def _shown_path(self) -> str:
+        """What decode was told to say; a plain backend may know better."""
+        said = self._decode.headers.get(b"x-pd-path", b"") if self._decode else b""
+        if said and self._tools.is_plain and not self.choice.fallback:
+            return said.decode("latin-1")
+        return self.path_label
 
-        return ask_again
+    def _cancel_prefill(self) -> None:
+        legs, self._prefill = self._prefill, []
+        for leg in legs:
+            leg.cancel()
+
+    def _cancel_decode(self) -> None:
+        leg, self._decode = self._decode, None
+        if leg is not None:
+            leg.cancel()
 
     # What is sent.
 
-    @property
-    def _request_headers(self) -> dict[str, str]:
-        return {"x-request-id": self.ticket.request_id, **self.ticket.headers}
-
-    def _call(self, instance: Instance, side: Role) -> Call:
-        body = self.ticket.job.body(side, self._leg())
-        return Call(instance, self.ticket.path, body, self._request_headers)
-
-    def _leg(self) -> Leg:
-        room, attempt, left = self.route.room, self.route.attempt, self._time_left()
-        host, port = self.choice.prefill.bootstrap if self.choice.prefill else (None, None)
-        token = ""
-        if self._tools.key is not None:
-            expires = self._tools.clocks.wall() + left + TOKEN_SPARE_S
-            token = self._tools.key.room_token(room, attempt, expires)
-        return Leg(
-            bootstrap_room=room,
-            attempt=attempt,
+    def _leg(self) -> LegFields:
+        prefill, left = self.choice.prefill, self._time_left()
+        host, port = prefill.bootstrap if prefill else (None, None)
+        moving = self._mover.moving
+        return LegFields.model_construct(  # ours: nothing to check
+            bootstrap_room=self.route.room,
+            attempt=self.route.attempt,
             time_left_s=left,
-            transfer_token=token,
+            transfer_token=self._transfer_token(left),
             request_id=self.ticket.request_id,
-            client_room=self.ticket.client_room,
+            client_room=moving.room if moving else self.ticket.client_room,
             bootstrap_host=host,
             bootstrap_port=port,
-            disagg_prefill_dp_rank=self.choice.dp_rank if self.choice.prefill else -1,
-            created=self._merge.created if self._merge else None,
+            disagg_prefill_dp_rank=self.choice.dp_rank if prefill else -1,
+            created=self._created if moving or self._merge else None,
+            path=moving.path if moving else self.path_label,
+            marks=moving is not None,
+            resumed=self._mover.resumed,
         )
 
-    def _headers(self, answer: Answer) -> dict[str, str]:
-        headers = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
-        said = answer.headers.get(PATH_HEADER)
-        headers[PATH_HEADER] = said if said and not self.choice.fallback else self.path_label
-        headers["x-request-id"] = self.ticket.request_id
-        return headers
+    def _transfer_token(self, left: float) -> str:
+        """One for both legs of an attempt."""
+        key, room, attempt = self._tools.key, self.route.room, self.route.attempt
+        if key is None:
+            return ""
+        if self._token is None or self._token[:2] != (room, attempt):
+            expires = self._tools.clocks.wall() + left + TOKEN_SPARE_S
+            self._token = room, attempt, key.room_token(room, attempt, expires)
+        return self._token[2]
 
     def _time_left(self) -> float:
         return max(0.001, self.ticket.deadline - self._tools.clocks.clock())
 
     def _on_deadline(self) -> None:
         self.call_off(DeadlinePassed("the request's time is over"))
-
-
-def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    tasks.clear()
-
-
-def _rebind_body(leg: Leg) -> bytes:
-    names = {
-        "bootstrap_room",
-        "attempt",
-        "bootstrap_host",
-        "bootstrap_port",
-        "disagg_prefill_dp_rank",
-        "transfer_token",
-    }
-    return leg.model_dump_json(include=names).encode()

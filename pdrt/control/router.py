@@ -20,8 +20,8 @@ from pdrt.control.admin import Admin
 from pdrt.control.fleet import Fleet
 from pdrt.control.front import STAGE, Router
 from pdrt.control.listen import listen
-from pdrt.control.relay import Clocks
 from pdrt.control.rooms import Rooms, router_of
+from pdrt.control.ticket import Clocks
 from pdrt.control.wire.server import Server
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey

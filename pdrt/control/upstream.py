@@ -1,126 +1,62 @@
-"""Calls to leaders: one answer at a time, its bytes untouched, its troubles as our errors.
-
-The promise: leaving the `post` block closes the connection unless the answer was read to its
-end, and a closed connection is how a leader learns that nobody wants its work any more.
-"""
+"""Calls to leaders: their answers as they come, their troubles as our errors."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from typing import Final
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol, TypeAlias
 
-import aiohttp
-
-from pdrt.control.http import cause_of, error_from_answer, parse_object
+from pdrt.control.http import error_from_answer, parse_object
 from pdrt.control.instances import Instance, Status, read_status
 from pdrt.control.legs import Failure
+from pdrt.control.wire.client import Call, Client, Lost, Pool, Sink
 from pdrt.errors import BadMessage, BadRequest, PdrtError, PeerLost, Unavailable
 
 MAX_ERROR_BYTES: Final = 1 << 16
 MAX_STATUS_BYTES: Final = 1 << 18
-IDLE_S: Final = 15.0  # below any leader's own limit: a connection that it is closing is not reused
-_BIG: Final = 1 << 20
 
-
-class Answer:
-    """A leader's answer, while it comes."""
-
-    def __init__(self, instance: Instance, response: aiohttp.ClientResponse) -> None:
-        self._instance, self._response = instance, response
-        self.status = response.status
-        self.headers: Mapping[str, str] = response.headers
-        self.length = response.content_length
-
-    async def chunk(self) -> bytes:
-        """What has come by now, empty at the end. Raises PeerLost when it breaks off."""
-        try:
-            chunk = await self._response.content.readany()
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise _lost(self._instance, "broke off its answer", error) from error
-        self._instance.signs += 1
-        return chunk
-
-    async def whole(self, limit: int) -> bytes:
-        """All of a short answer. Raises PeerLost when it breaks off or is over `limit`."""
-        parts = bytearray()
-        while chunk := await self.chunk():
-            parts += chunk
-            if len(parts) > limit:
-                raise PeerLost(f"{self._instance.name} answered more than {limit} bytes")
-        return bytes(parts)
-
-    @property
-    def is_good(self) -> bool:
-        return 200 <= self.status < 300
-
-    async def failure(self) -> Failure:
-        """What an answer other than 2xx means for the client."""
-        body = (await self.whole(MAX_ERROR_BYTES)) if (self.length or 0) <= MAX_ERROR_BYTES else b""
-        status = self.status if 400 <= self.status < 600 else 502
-        error = error_from_answer(status, body, self._instance.name)
-        if status in (401, 403):  # the router's trouble, not the client's
-            return Failure.of(Unavailable(f"{self._instance.name} refuses us: {error}"))
-        # A refusal (4xx), a full queue and a passed deadline are the same everywhere. Prefill is
-        # tried again after any fault; decode's only when it says that another would do.
-        faults = range(500, 600) if self._instance.role == "prefill" else (502, 503)
-        elsewhere = status in faults and status != 504
-        if status == 429:
-            self._instance.overflowed()
-        if status in (502, 503):  # perhaps it cannot serve at all: look now, not at the next beat
-            self._instance.nudged.set()
-        return Failure(error, status, elsewhere, self.headers.get("retry-after", ""))
+Headers: TypeAlias = Mapping[bytes, bytes]
 
 
 class Upstream:
-    """All connections from this process to leaders."""
+    """All calls from this process to leaders."""
 
-    def __init__(self, session: aiohttp.ClientSession, bearer: str = "") -> None:
-        self._session = session
-        self._headers = {"content-type": "application/json"}
-        if bearer:
-            self._headers["authorization"] = f"Bearer {bearer}"
+    def __init__(self, client: Client, bearer: str = "") -> None:
+        self._client = client
+        self._bearer = f"authorization: Bearer {bearer}\r\n".encode() if bearer else b""
+        self._heads: dict[tuple[str, str], tuple[Pool, bytes]] = {}  # by instance and path
 
-    @asynccontextmanager
-    async def post(
-        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> AsyncIterator[Answer]:
-        """Raises PeerLost when no answer comes."""
-        data = io.BytesIO(body) if len(body) > _BIG else body
-        try:
-            response = await self._session.post(
-                instance.url + path,
-                data=data,
-                headers={**self._headers, **headers},
-                allow_redirects=False,
-            )
-        except aiohttp.ClientConnectorError as error:
-            instance.died(f"cannot connect: {cause_of(error)}")
-            raise _lost(instance, "cannot be reached", error) from error
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise _lost(instance, "closed the connection without an answer", error) from error
-        try:
-            yield Answer(instance, response)
-        finally:
-            if response.content.at_eof():
-                response.release()
-            else:
-                response.close()
+    def post(self, instance: Instance, path: str, body: bytes, lines: bytes, sink: Sink) -> Call:
+        """`lines` are header lines of this request."""
+        pool, head = self._heads.get((instance.url, path)) or self._head(instance, path)
+        return pool.send(b"%b%bcontent-length: %d\r\n\r\n" % (head, lines, len(body)), body, sink)
+
+    def _head(self, instance: Instance, path: str) -> tuple[Pool, bytes]:
+        pool = self._client.pool(instance.url)
+        head = f"POST {path} HTTP/1.1\r\nhost: {pool.where}\r\ncontent-type: application/json\r\n"
+        found = self._heads[instance.url, path] = pool, head.encode() + self._bearer
+        return found
 
     async def get(self, instance: Instance, path: str) -> tuple[int, bytes]:
         """Raises PeerLost; a refused connection counts as the instance's death."""
+        answered: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+
+        def done(status: int, _headers: Headers, body: bytes) -> None:
+            if not answered.done():
+                answered.set_result((status, body))
+
+        def lost(error: PdrtError) -> None:
+            if not answered.done():
+                answered.set_exception(error)
+
+        pool = self._client.pool(instance.url)
+        head = f"GET {path} HTTP/1.1\r\nhost: {pool.where}\r\n".encode()
+        whole = Whole(instance, MAX_STATUS_BYTES, done, lost)
+        whole.call = pool.send(b"%b%b\r\n" % (head, self._bearer), b"", whole)
         try:
-            async with self._session.get(
-                instance.url + path, headers=self._headers, allow_redirects=False
-            ) as response:
-                return response.status, await Answer(instance, response).whole(MAX_STATUS_BYTES)
-        except aiohttp.ClientConnectorError as error:
-            reason = f"cannot connect: {cause_of(error)}"
-            instance.died(reason)
-            raise PeerLost(reason) from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise PeerLost(f"the connection broke: {cause_of(error)}") from error
+            return await answered
+        finally:
+            whole.call.cancel()
 
     async def status(self, instance: Instance) -> Status:
         """What a pdrt leader says of itself. Raises PdrtError."""
@@ -138,24 +74,86 @@ class Upstream:
     async def plain_status(self, instance: Instance) -> Status:
         """A plain backend is ready when its /health says 2xx. Raises Unavailable."""
         code, _ = await self.get(instance, "/health")
-        if not 200 <= code < 300:
+        if not is_good(code):
             raise Unavailable(f"/health answered {code}")
         return Status(role=instance.role, state="ready")
 
 
-def open_session(connect_s: float) -> aiohttp.ClientSession:
-    """A session without limits of its own: the router bounds requests, not connections."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("user-agent", "accept-encoding"),
+class Done(Protocol):
+    def __call__(self, status: int, headers: Headers, body: bytes, /) -> None: ...
+
+
+class Whole:
+    """Collects an answer; `lost` is told when it breaks off, or is good and over `limit`."""
+
+    __slots__ = (
+        "_done",
+        "_headers",
+        "_instance",
+        "_limit",
+        "_lost",
+        "_parts",
+        "_size",
+        "_status",
+        "call",
     )
 
+    def __init__(
+        self, instance: Instance, limit: int, done: Done, lost: Callable[[PdrtError], None]
+    ) -> None:
+        self._instance, self._limit = instance, limit
+        self._done, self._lost = done, lost
+        self._parts: list[bytes] = []
+        self._size = self._status = 0
+        self._headers: Headers = {}
+        self.call: Call | None = None
 
-def _lost(instance: Instance, what: str, error: aiohttp.ClientError | OSError) -> PeerLost:
-    instance.nudged.set()  # look at it now rather than at the next beat
-    lost = PeerLost(f"{instance.name} {what}: {cause_of(error)}"[:500])
-    lost.stage = instance.role
-    return lost
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status, self._headers = status, headers
+
+    def on_body(self, data: bytes) -> None:
+        self._instance.signs += 1
+        self._size += len(data)
+        if self._size <= self._limit:
+            self._parts.append(data)
+        elif is_good(self._status) and self.call is not None:
+            self.call.cancel()
+            self._lost(PeerLost(f"{self._instance.name} answered more than {self._limit} bytes"))
+
+    def on_end(self) -> None:
+        parts = self._parts
+        self._done(self._status, self._headers, parts[0] if len(parts) == 1 else b"".join(parts))
+
+    def on_lost(self, lost: Lost) -> None:
+        self._lost(lost_error(self._instance, lost))
+
+
+def is_good(status: int) -> bool:
+    return 200 <= status < 300
+
+
+def lost_error(instance: Instance, lost: Lost) -> PeerLost:
+    """What a call without an answer means; the instance is looked at now, not at the next beat."""
+    if lost.is_refused:
+        instance.died(f"cannot connect: {lost.cause}")
+    instance.nudged.set()
+    error = PeerLost(f"{instance.name} {lost.what}: {lost.cause}"[:500])
+    error.stage = instance.role
+    return error
+
+
+def failure_of(instance: Instance, status: int, headers: Headers, body: bytes) -> Failure:
+    """What an answer other than 2xx means for the client."""
+    shown = status if 400 <= status < 600 else 502
+    error = error_from_answer(shown, body[:MAX_ERROR_BYTES], instance.name)
+    if shown in (401, 403):  # the router's trouble, not the client's
+        return Failure.of(Unavailable(f"{instance.name} refuses us: {error}"))
+    # A refusal (4xx), a full queue and a passed deadline are the same everywhere. Prefill is
+    # tried again after any fault; decode's only when it says that another would do.
+    faults = range(500, 600) if instance.role == "prefill" else (502, 503)
+    elsewhere = shown in faults and shown != 504
+    if shown == 429:
+        instance.overflowed()
+    if shown in (502, 503):  # perhaps it cannot serve at all
+        instance.nudged.set()
+    return Failure(error, shown, elsewhere, headers.get(b"retry-after", b"").decode("latin-1"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from pdrt.control.exchange import ClientGone
+from pdrt.control.batch import ClientGone
 from pdrt.control.http import cut_off, end_with_error
 from pdrt.errors import PdrtError
 

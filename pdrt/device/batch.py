@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from pdrt.device.places import Rendezvous
-from pdrt.messages import KvLayout, Sampling
+from pdrt.messages import Grammar, KvLayout, Sampling
 
 
 @dataclass(slots=True)  # not frozen: as SeqStep
@@ -24,6 +24,8 @@ class Draw:
     sampling: Sampling
     history: Sequence[int]
     prompt_tokens: int
+    kept: object = field(default=None, repr=False, compare=False)  # the device's, between steps
+    fault: str = ""  # why what was drawn means nothing
     is_plain: bool = field(init=False)  # its logits are drawn from as they are
 
     def __post_init__(self) -> None:
@@ -100,6 +102,7 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
     further: tuple["Drawn", ...] = ()
     scored: tuple[Odds, ...] = ()
+    fault: str = ""  # why `logprob` is NaN, when it is not the logits' fault
 
 
 class Runner(Protocol):
@@ -127,6 +130,10 @@ class Runner(Protocol):
 
         Loading needs no others, so it comes first. A group of one need not join.
         """
+        ...
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Compile what answers will be bound to, in any thread. Raises BadRequest."""
         ...
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:

@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -26,12 +27,14 @@ import numpy.typing as npt
 
 from pdrt.device.batch import Draw, Drawn, Odds, SeqStep
 from pdrt.device.chance import uniforms
+from pdrt.device.compiler import open_vocabulary
+from pdrt.device.grammars import Grammars
 from pdrt.device.places import Rendezvous
 from pdrt.device.shard import Run, Shard
 from pdrt.device.slices import Context, Slice, slices
 from pdrt.device.sums import Sums, meet
-from pdrt.messages import Top
-from pdrt.modelspec import NULL_SPEC
+from pdrt.messages import Grammar, Top
+from pdrt.modelspec import NULL_PATH, NULL_SPEC
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Words: TypeAlias = npt.NDArray[np.uint64]
@@ -69,6 +72,8 @@ class NullRunner:
         self._lanes = _Lanes(shard.kv_heads * _WIDTH, _weight_of(shard))
         self._parts = (len(shard.kv_heads), NULL_SPEC.layers, 2)
         self._pool: Words = np.zeros((0, *self._parts, block_size), np.uint64)
+        eos = self.eos_token_ids
+        self._grammars = Grammars(partial(open_vocabulary, NULL_PATH, self.vocab, eos), self.vocab)
 
     def bind(self, pool: memoryview, blocks: int) -> None:
         """Use `pool` as KV memory: 8 bytes, one word, for each head, layer, k or v, position."""
@@ -79,6 +84,9 @@ class NullRunner:
         if self._size > 1:
             number = self._context.rank * self._shard.size + self._shard.rank
             self._group = meet(number, self._size, rendezvous, timeout_s)
+
+    def prepare(self, grammar: Grammar) -> None:
+        self._grammars.prepare(grammar)
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
         """Write the steps' KV, then draw from all the KV that each sequence has."""
@@ -99,7 +107,7 @@ class NullRunner:
         if not (self._shard.is_first and self._context.is_first):
             return []
         return [
-            _drawn(step, [next(totals) for _ in each])
+            _drawn(step, [next(totals) for _ in each], self._grammars)
             for step, each in zip(asked, own, strict=True)
         ]
 
@@ -167,7 +175,7 @@ class NullRunner:
         return [*self._lanes.weighed_up_to_each(rows[:end])[step.start :], *last]
 
 
-def _drawn(step: SeqStep, totals: list[int]) -> Drawn:
+def _drawn(step: SeqStep, totals: list[int], grammars: Grammars) -> Drawn:
     scored: list[Odds] = []
     if step.scoring is not None:
         top = step.scoring.top
@@ -175,25 +183,28 @@ def _drawn(step: SeqStep, totals: list[int]) -> Drawn:
             scored.append(Odds(_logprob(target, total), _likeliest(total, top)))
     if step.draw is None:
         return Drawn(step.key, -1, 0.0, scored=tuple(scored))
-    first, *others = (_draw(step.key, draw, totals[-1]) for draw in (step.draw, *step.further))
+    draws = (step.draw, *step.further)
+    first, *others = (_draw(step.key, draw, totals[-1], grammars) for draw in draws)
     return replace(first, further=tuple(others), scored=tuple(scored))
 
 
-def _draw(key: int, draw: Draw, total: int) -> Drawn:
+def _draw(key: int, draw: Draw, total: int, grammars: Grammars) -> Drawn:
     shift = 0
     if draw.sampling.temperature > 0:
         shift = int(uniforms(draw.sampling.seed, draw.position)[0] * 256)
-    token = _likely(draw, total + shift)
+    token = _token(total + shift) if draw.is_plain else _likely(draw, total + shift, grammars)
     top = _likeliest(total, draw.sampling.top_logprobs)
-    return Drawn(key, token, _logprob(token, total), top)
+    odds = math.nan if draw.fault else _logprob(token, total)
+    return Drawn(key, token, odds, top, fault=draw.fault)
 
 
-def _likely(draw: Draw, total: int) -> int:
-    """The likeliest token; biases count as they do for a model."""
+def _likely(draw: Draw, total: int, grammars: Grammars) -> int:
+    """The likeliest token; biases and grammars count as they do for a model."""
+    tokens: Sequence[int] = range(EOS + 1)
+    if draw.sampling.grammar is not None:
+        tokens = np.flatnonzero(grammars.allowed([draw])[0]).tolist() or tokens
     biases = dict(draw.sampling.logit_bias)
-    if not biases:
-        return _token(total)
-    return max(range(EOS + 1), key=lambda token: _logprob(token, total) + biases.get(token, 0.0))
+    return max(tokens, key=lambda token: _logprob(token, total) + biases.get(token, 0.0))
 
 
 def _token(total: int) -> int:

@@ -1,7 +1,8 @@
 """From logits to tokens, each row for itself: the same request draws the same token in any batch.
 
-Penalties, then biases (which count as they were given), then temperature, top_k, top_p and min_p
-in that order (as transformers applies them), then three uniform numbers named by (seed, position).
+Penalties, then biases (which count as they were given), then what a grammar forbids, then
+temperature, top_k, top_p and min_p in that order (as transformers applies them), then three uniform
+numbers named by (seed, position).
 Cuts are by value: tokens as likely as the last one kept are kept too, so that ties do not depend
 on a sort's mood.
 
@@ -25,54 +26,66 @@ from torch.nn.functional import pad
 
 from pdrt.device.batch import Draw, Drawn, SeqStep
 from pdrt.device.chance import uniforms
+from pdrt.device.grammars import Grammars
 from pdrt.device.odds import MOST_LOGITS, spans, tops
 from pdrt.messages import Sampling, Top
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Places: TypeAlias = npt.NDArray[np.intp]
-_Told: TypeAlias = tuple[int, float, Top]
+_Told: TypeAlias = tuple[int, float, Top, str]
 
 FIRST_LOOK = 256  # the likeliest tokens that top_p looks at before it sorts the vocabulary
 
 
-def answer(logits: Tensor, steps: Sequence[SeqStep], most: int = MOST_LOGITS) -> list[Drawn]:
+def answer(
+    logits: Tensor,
+    steps: Sequence[SeqStep],
+    most: int = MOST_LOGITS,
+    grammars: Grammars | None = None,
+) -> list[Drawn]:
     """What each step draws from its row of logits: its own token, and those of its group."""
     draws = [[d for d in (step.draw, *step.further) if d is not None] for step in steps]
     if all(len(own) == 1 for own in draws):
-        told = iter(_told(logits, [own[0] for own in draws]))
+        told = iter(_told(logits, [own[0] for own in draws], grammars))
     else:
-        told = iter(_told_apart(logits, draws, most))
+        told = iter(_told_apart(logits, draws, most, grammars))
     return [
         _drawn(step.key, list(islice(told, len(own))))
         for step, own in zip(steps, draws, strict=True)
     ]
 
 
-def _told_apart(logits: Tensor, draws: Sequence[Sequence[Draw]], most: int) -> list[_Told]:
+def _told_apart(
+    logits: Tensor, draws: Sequence[Sequence[Draw]], most: int, grammars: Grammars | None
+) -> list[_Told]:
     """Several draws from a row, each with a copy of it for itself, not too many at once."""
     rows = [row for row, own in enumerate(draws) for _ in own]
     flat = [d for own in draws for d in own]
     found: list[_Told] = []
     for part in spans(len(rows), logits.shape[1], most):
-        found += _told(logits[rows[part]], flat[part])
+        found += _told(logits[rows[part]], flat[part], grammars)
     return found
 
 
-def _told(logits: Tensor, draws: Sequence[Draw]) -> list[_Told]:
+def _told(logits: Tensor, draws: Sequence[Draw], grammars: Grammars | None) -> list[_Told]:
     best = tops(logits, [d.sampling.top_logprobs for d in draws])
-    return [(*said, top) for said, top in zip(draw(logits, draws), best, strict=True)]
+    drawn = draw(logits, draws, grammars)
+    return [(*said, top, d.fault) for said, top, d in zip(drawn, best, draws, strict=True)]
 
 
 def _drawn(key: int, told: Sequence[_Told]) -> Drawn:
-    first, *others = (Drawn(key, *one) for one in told)
+    first, *others = (Drawn(key, token, odds, top, fault=fault) for token, odds, top, fault in told)
     return replace(first, further=tuple(others)) if others else first
 
 
-def draw(logits: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
+def draw(
+    logits: Tensor, draws: Sequence[Draw], grammars: Grammars | None = None
+) -> list[tuple[int, float]]:
     """(token, log-probability) for each row of float32 logits [rows, vocab] on the CPU.
 
     The log-probability is that of the logits as they came, whatever was done to them since. It
-    is NaN exactly where they were not numbers (broken KV): that token means nothing.
+    is NaN exactly where they were not numbers (broken KV), or where the draw has a `fault`: that
+    token means nothing.
     """
     raw = logits
     changed = [i for i, d in enumerate(draws) if not d.is_plain]
@@ -81,10 +94,14 @@ def draw(logits: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
         for i in changed:
             penalise_(logits[i], draws[i])
         bias_(logits, draws)
+        forbid_(logits, draws, grammars)
     tokens = _tokens(logits, draws)
     said = raw.gather(1, tokens.unsqueeze(1)).squeeze(1) - raw.logsumexp(dim=-1)
     # Of an infinite sum a token that is a number has -inf; what was drawn never has it otherwise.
     odds = [one if one > -math.inf else math.nan for one in said.tolist()]
+    for i in changed:
+        if draws[i].fault:
+            odds[i] = math.nan
     return list(zip(tokens.tolist(), odds, strict=True))
 
 
@@ -122,6 +139,17 @@ def bias_(logits: Tensor, draws: Sequence[Draw]) -> None:
     if said:
         rows, tokens, biases = zip(*said, strict=True)
         logits[torch.tensor(rows), torch.tensor(tokens)] += torch.tensor(biases)
+
+
+def forbid_(logits: Tensor, draws: Sequence[Draw], grammars: Grammars | None) -> None:
+    """Leave to the rows of draws with a grammar only the tokens that go on with it."""
+    rows = [row for row, d in enumerate(draws) if d.sampling.grammar is not None]
+    if not rows:
+        return
+    assert grammars is not None, "who admits a grammar has prepared it"
+    allowed = torch.from_numpy(grammars.allowed([draws[row] for row in rows])) != 0
+    for row, its in zip(rows, allowed, strict=True):
+        logits[row].masked_fill_(~its, -math.inf)
 
 
 def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -5,11 +5,12 @@ Verified on the CPU. cuda and npu run the same code over a mirrored pool and are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -17,7 +18,9 @@ from pdrt.device import odds, sampler
 from pdrt.device.allocator import keep_freed
 from pdrt.device.batch import Drawn, SeqStep
 from pdrt.device.collective import Solo, join_both
+from pdrt.device.compiler import open_vocabulary
 from pdrt.device.context import Asked, Groups, SharedPool, compute, places
+from pdrt.device.grammars import Grammars, no_vocabulary
 from pdrt.device.kv import DTYPES
 from pdrt.device.mirror import Mirror
 from pdrt.device.models import registry
@@ -28,8 +31,11 @@ from pdrt.device.shard import Shard
 from pdrt.device.slices import Context
 from pdrt.device.weights import Progress
 from pdrt.errors import ConfigError
-from pdrt.messages import KvLayout
+from pdrt.messages import Grammar, KvLayout
 from pdrt.modelspec import Dtype, Kernels, ModelSpec, Quantize
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 _ALONE: Final = Context()
 
@@ -45,6 +51,7 @@ class TorchRunner:
         *,
         mirrored: bool = False,
         context: Context = _ALONE,
+        open_vocabulary: Callable[[], LLTokenizer] = no_vocabulary,
     ) -> None:
         self.layout = layout
         self.eos_token_ids = model.spec.eos_token_ids
@@ -55,6 +62,7 @@ class TorchRunner:
         self._device, self._mirrored = device, mirrored
         self._pool: SharedPool | None = None
         self._mirror: Mirror | None = None
+        self._grammars = Grammars(open_vocabulary, model.spec.vocab)
 
     @torch.inference_mode()
     def bind(self, pool: memoryview, blocks: int) -> None:
@@ -64,6 +72,9 @@ class TorchRunner:
     def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         tp, cp = self._shard.size, self._context.size
         self._groups = Groups(*join_both(self._place[0], tp, cp, rendezvous, timeout_s))
+
+    def prepare(self, grammar: Grammar) -> None:
+        self._grammars.prepare(grammar)
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -95,7 +106,9 @@ class TorchRunner:
         group = groups.tensor
         wanted = [step for step in batch if step.draw is not None]
         logits = self.model.logits(asked.drawn, group) if wanted else None
-        drawn = [] if logits is None else sampler.answer(logits.cpu(), wanted)
+        drawn = []
+        if logits is not None:
+            drawn = sampler.answer(logits.cpu(), wanted, grammars=self._grammars)
         if all(step.scoring is None for step in batch):
             return drawn
         rows, vocab = asked.scored, self.model.spec.vocab
@@ -155,7 +168,15 @@ def load(  # noqa: PLR0913 - each is a choice of its own
     with torch.inference_mode():
         model = registry.load(Path(path), shard, DTYPES[name], device, progress, kernels, quantize)
     layout = replace(model.shard.layout(block_size, name), quantize=quantize)
-    return TorchRunner(model, layout, device, mirrored=device != "cpu", context=context)
+    spec = model.spec
+    return TorchRunner(
+        model,
+        layout,
+        device,
+        mirrored=device != "cpu",
+        context=context,
+        open_vocabulary=partial(open_vocabulary, str(path), spec.vocab, spec.eos_token_ids),
+    )
 
 
 def _dtype(spec: ModelSpec, asked: str) -> Dtype:

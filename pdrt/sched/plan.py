@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pdrt.device.batch import Drawn, Odds, Scoring, SeqStep
 from pdrt.device.moves import NONE as NO_MOVES
 from pdrt.device.moves import Moves
-from pdrt.errors import BadLogits
+from pdrt.errors import BadLogits, GrammarFailed
 from pdrt.messages import Problem
 from pdrt.sched.limits import Limits
 from pdrt.sched.request import Request
@@ -141,6 +141,9 @@ def bad_logits(drawn: Drawn) -> Problem | None:
     """What is wrong when the device computed what is no number: damage must not become a token."""
     if drawn.logprob == drawn.logprob and not drawn.further and not drawn.scored:
         return None
+    for one in (drawn, *drawn.further):
+        if one.fault:
+            return Problem.of(GrammarFailed(f"the answer's grammar: {one.fault}"), "device")
     told: tuple[Drawn | Odds, ...] = (drawn, *drawn.further, *drawn.scored)
     if not any(math.isnan(one.logprob) for one in told):
         return None

@@ -102,6 +102,8 @@ class Recorder:
 
     def join(self, _rendezvous: object, _timeout_s: float) -> None: ...
 
+    def prepare(self, _grammar: object) -> None: ...
+
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
         self.batches.append(batch)
         return []

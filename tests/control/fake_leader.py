@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -127,6 +127,7 @@ class FakeLeader:
         self.seen_rebinds: list[Seen] = []
         self.seen_canaries: list[Seen] = []
         self.arrived = asyncio.Event()  # rises with every client request
+        self.partners: Sequence[FakeLeader] = ()  # of a decode leader: who prefills for it
         self.polled = 0
         self.status: Json = {
             "role": role,
@@ -171,8 +172,9 @@ class FakeLeader:
             for each in self.seen + self.seen_canaries:
                 if each.transport is not None:
                     each.transport.abort()
-            await self._runner.cleanup()
-            self._runner = None
+            runner, self._runner = self._runner, None
+            self.arrived.set()
+            await runner.cleanup()
 
     async def nth(self, count: int) -> Seen:
         """The count-th client request (from 1), once it is here."""
@@ -205,6 +207,24 @@ class FakeLeader:
         plays, seen = (self.canaries, self.seen_canaries) if is_canary else (self.plays, self.seen)
         return await self._play(request, seen, plays.popleft() if plays else self._well())
 
+    async def _prefill_seen(self, one: Seen) -> None:
+        """As in life, nothing is decoded before a prefill instance has its leg."""
+        if "resumed" in one.body:
+            return  # it asks for what it needs by itself
+        at = one.body.get("bootstrap_port")
+        for partner in self.partners if self.role == "decode" else ():
+            while at == partner.port and partner.is_running and not partner.has_seen(one.body):
+                partner.arrived.clear()
+                await partner.arrived.wait()
+
+    def has_seen(self, body: Json) -> bool:
+        room = body.get("bootstrap_room")
+        return any(each.room == room for each in (*self.seen, *self.seen_canaries))
+
+    @property
+    def is_running(self) -> bool:
+        return self._runner is not None
+
     def _well(self) -> Play:
         return prefilled() if self.role == "prefill" else good({"output": "hello"})
 
@@ -217,6 +237,7 @@ class FakeLeader:
         seen.append(one)
         self.arrived.set()
         try:
+            await self._prefill_seen(one)
             return await play(request, one)
         except (asyncio.CancelledError, ConnectionError):
             one.gone.set()

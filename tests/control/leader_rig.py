@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from pdrt.config import Role
 from pdrt.control.api import make_app
 from pdrt.control.dispatch import DPDispatcher
+from pdrt.control.grammarcheck import GrammarCheck
 from pdrt.control.http import listen
 from pdrt.control.leader import Leader, Limits
 from pdrt.control.text import ByteText, TextPool
@@ -190,6 +191,7 @@ async def rigged(role: Role = "hybrid", **changes: Any) -> AsyncIterator[Rig]:
         model="null",
         dispatcher=dispatcher,
         text=TextPool(ByteText()),
+        grammars=GrammarCheck("null", 257, (EOS,)),
         limits=replace(Limits(max_model_len=1000, vocab=257), **of_limits),
         key=KEY,
         registry=CollectorRegistry(),

@@ -15,8 +15,8 @@ import aiohttp
 
 from pdrt.config import Role, RouterConfig
 from pdrt.control.listen import listen
-from pdrt.control.relay import Clocks
 from pdrt.control.router import make_router, make_server
+from pdrt.control.ticket import Clocks
 from pdrt.messages import Output, Submit, unpack_ids
 from tests.control.leader_rig import KEY, WALL, Rig, ScriptedWorker, out, rigged, scored
 

@@ -17,8 +17,8 @@ from pdrt.config import RouterConfig
 from pdrt.control.front import Router
 from pdrt.control.instances import Instance
 from pdrt.control.pairs import Trust
-from pdrt.control.relay import Clocks
 from pdrt.control.router import make_router, make_server
+from pdrt.control.ticket import Clocks
 from pdrt.data.peer import Health
 from pdrt.keys import ClusterKey
 from tests.control.fake_leader import FakeLeader, Json
@@ -110,6 +110,8 @@ class Rig:
     async def start(self, prefill: int, decode: int, hybrid: int) -> None:
         self.prefill = [FakeLeader("prefill", self._key) for _ in range(prefill)]
         self.decode = [FakeLeader("decode", self._key) for _ in range(decode)]
+        for leader in self.decode:
+            leader.partners = self.prefill
         self.hybrid = [FakeLeader("hybrid", self._key) for _ in range(hybrid)]
         for leader in self.leaders:
             await leader.start()

@@ -56,7 +56,7 @@ async def test_nothing_is_answered_before_decode_has_something_to_say() -> None:
         await until(lambda: bool(r.router.relays))
         relay = next(iter(r.router.relays))
         await until(lambda: relay.route.state == "awaiting")
-        assert relay.status == 0
+        assert not relay.has_begun
         assert not asked.done()
         gate.set()
         assert (await asked).status == 200
@@ -84,10 +84,12 @@ async def test_the_prefill_leg_is_built_from_an_allow_list() -> None:
         leg = {
             *("bootstrap_room", "bootstrap_host", "bootstrap_port", "disagg_prefill_dp_rank"),
             *("attempt", "time_left_s", "transfer_token", "request_id", "client_room"),
+            "created",
         }
         asked = {"model", "messages", "temperature", "seed"}
         assert prefill.body.keys() == leg | asked
-        assert decode.body.keys() == leg | asked | {"stream", "stream_options"}
+        answer = {"stream", "stream_options", "path", "marks"}
+        assert decode.body.keys() == leg | asked | answer
 
 
 @pytest.mark.parametrize("field", ["min_tokens", "n_predict", "attempt", "transfer_token"])

@@ -132,7 +132,7 @@ async def test_a_reader_that_has_stopped_does_not_outlive_the_deadline() -> None
         r.decode[0].plays.append(stream(*[chunk] * 512))
         client = await RawClient.send(r)
         await client.reader.read(1)
-        await until(lambda: any(relay.status for relay in r.router.relays))
+        await until(lambda: any(relay.has_begun for relay in r.router.relays))
         r.time.pass_deadlines()
         await _all_gone(r.decode[0])
         gate.set()

@@ -132,6 +132,7 @@ async def test_a_new_epoch_is_a_new_peer_whose_requests_are_lost() -> None:
         await r.prefill[0].nth(1)
         r.prefill[0].status["instance_epoch"] = 2
         r.prefill[0].canaries.append(hang)
+        r.decode[0].canaries.append(hang)
         await r.look()
         got = await asked
         assert (got.status, got.error["code"]) == (503, "peer_lost")

@@ -37,7 +37,7 @@ async def crash(_request: Request) -> Reply:
 
 
 def pieces(exchange: Exchange) -> None:
-    exchange.start(200, [("content-type", "text/event-stream")])
+    exchange.start(200, {b"content-type": b"text/event-stream"})
     for part in (b"data: 1\n\n", b"data: 2\n\n"):
         exchange.write(part)
     exchange.finish()
@@ -379,7 +379,7 @@ async def test_a_reader_that_has_stopped_is_cut_and_counted() -> None:
         await until(lambda: len(r.site.held) == 1)
         held, left = r.site.held[0], list[bool]()
         held.on_gone = lambda: left.append(True)
-        held.start(200, [])
+        held.start(200, {})
         while not held.is_full:
             held.write(b"x" * 65536)
             await asyncio.sleep(0)
@@ -429,7 +429,7 @@ async def test_an_answer_cannot_be_given_twice() -> None:
         held = r.site.held[0]
         held.reply(Reply.json(1))
         held.reply(Reply.json(2))
-        held.start(200, [])
+        held.start(200, {})
         held.write(b"more")
         held.finish()
         held.break_off(Conflict("late"))

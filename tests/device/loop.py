@@ -76,7 +76,7 @@ class Loop:
 
         Of those of `instead`, where that is given.
         """
-        there = other.sequence(here.prompt, tokens)
+        there = other.sequence(here.prompt, tokens, here.sampling)
         self.copy_blocks(instead or here, other, there)
         there.computed, there.history = len(here.prompt), list(here.history)
         other.run([there], tokens)

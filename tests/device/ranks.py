@@ -82,7 +82,7 @@ class Recorder:
         self._runner = runner
         self.layout: KvLayout = runner.layout
         self.eos_token_ids, self.vocab = runner.eos_token_ids, runner.vocab
-        self.bind, self.join = runner.bind, runner.join
+        self.bind, self.join, self.prepare = runner.bind, runner.join, runner.prepare
         self.batches: list[list[SeqStep]] = []
         self.drawn: list[list[Drawn]] = []
 

@@ -47,6 +47,7 @@ def mixed(seed: int) -> list[Asked]:
         {"top_k": 30},
         {"presence_penalty": 0.5},
         {"logit_bias": {"101": 2.5, "32": -100}},
+        {"structured_outputs": {"regex": "[a-zäöü ]{30,60}"}, "ignore_eos": False},
     ]
     return [
         (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
@@ -18,7 +18,8 @@ from pdrt.control.wire.request import Request
 from pdrt.errors import PdrtError
 
 NO_PATH: Final = "none"  # refused before any instance was chosen
-_EVENTS: Final = "text/event-stream"
+_EVENTS: Final = b"text/event-stream"
+_PATH: Final = PATH_HEADER.encode()
 
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Reply]]
@@ -57,7 +58,6 @@ class Exchange:
         "_ends_event",
         "_is_chunked",
         "_line",
-        "drained",
         "error",
         "is_admitted",
         "is_events",
@@ -93,7 +93,6 @@ class Exchange:
         self.on_gone: Callable[[], None] | None = None
         self.on_flow: Callable[[bool], None] | None = None
         self.task: asyncio.Task[None] | None = None
-        self.drained: asyncio.Future[None] | None = None
         self._is_chunked = False
         self._ends_event = True
 
@@ -107,12 +106,12 @@ class Exchange:
             return
         self.status = reply.status
         body = b"" if self.request.method == "HEAD" else reply.body
-        own: Fields = (
+        own = (
             ("content-type", reply.content_type),
             ("content-length", str(len(reply.body))),
             *reply.headers,
         )
-        self._send_head(own)
+        self._send_head(lines(own))
         if body:
             self._line.send(body)
         self._end(is_whole=True)
@@ -125,19 +124,24 @@ class Exchange:
         kept = tuple(each for each in reply.headers if each[0] not in named)
         self.reply(Reply(reply.status, reply.body, reply.content_type, (*kept, *headers)))
 
-    def start(self, status: int, headers: Fields) -> None:
-        """Begin an answer that comes in pieces."""
+    def start(self, status: int, headers: Mapping[bytes, bytes], path: str = NO_PATH) -> None:
+        """Begin an answer that comes in pieces; of `headers` what clients may see is passed on."""
         if self.is_over or self.status:
             return
-        self.status = status
-        self.is_events = any(n == "content-type" and v.startswith(_EVENTS) for n, v in headers)
-        if not any(name == "content-length" for name, _ in headers):
-            if self.request.is_1_1:
-                self._is_chunked = True
-                headers = (*headers, ("transfer-encoding", "chunked"))
-            else:
-                self.keeps_alive = False  # its end is the connection's
-        self._send_head(headers)
+        self.status, self.path_label = status, path
+        kind = headers.get(b"content-type", b"")
+        self.is_events = kind.startswith(_EVENTS)
+        own = b"content-type: %b\r\n" % kind if kind else b""
+        if length := headers.get(b"content-length"):
+            own += b"content-length: %b\r\n" % length
+        elif self.request.is_1_1:
+            self._is_chunked = True
+            own += b"transfer-encoding: chunked\r\n"
+        else:
+            self.keeps_alive = False  # its end is the connection's
+        if caching := headers.get(b"cache-control"):
+            own += b"cache-control: %b\r\n" % caching
+        self._send_head(own)
 
     def write(self, chunk: bytes) -> None:
         if self.is_over or not chunk:
@@ -183,29 +187,26 @@ class Exchange:
         self.is_over = self.is_gone = True
         if self.task is not None:
             self.task.cancel()
-        self.flow(is_full=False)
         if self.on_gone is not None:
             self.on_gone()
 
     def flow(self, *, is_full: bool) -> None:
         if self.on_flow is not None:
             self.on_flow(is_full)
-        if not is_full and self.drained is not None and not self.drained.done():
-            self.drained.set_result(None)
 
-    def _send_head(self, own: Fields) -> None:
-        path = next((value for name, value in own if name == PATH_HEADER), "")
-        if path:
-            self.path_label = path
-        else:
-            own = (*own, (PATH_HEADER, self.path_label))
+    def _send_head(self, own: bytes) -> None:
         if not self.keeps_alive:
-            own = (*own, ("connection", "close"))
+            own += b"connection: close\r\n"
         elif not self.request.is_1_1:
-            own = (*own, ("connection", "keep-alive"))
-        head = (status_line(self.status), self._line.head_lines(self.request), lines(own), b"\r\n")
-        self._line.send(b"".join(head))
+            own += b"connection: keep-alive\r\n"
+        path = self.path_label.encode("latin-1", "replace")
+        line = self._line
+        line.send(
+            b"%b%b%b%b: %b\r\n\r\n"
+            % (status_line(self.status), line.head_lines(self.request), own, _PATH, path)
+        )
 
     def _end(self, *, is_whole: bool) -> None:
         self.is_over = True
+        self.on_gone = self.on_flow = None
         self._line.ended(self, is_whole=is_whole)

@@ -1,0 +1,1 @@
+"""Whether a deployment answers as OpenAI's client expects, and two deployments alike."""

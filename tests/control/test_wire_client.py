@@ -1,0 +1,296 @@
+"""The router's HTTP client: answers in pieces, kept connections, and ends that are always told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from pdrt.control.wire.client import IDLE_S, MAX_HEAD_BYTES, Call, Client, Lost, Pool
+
+Play = Callable[["Peer"], Awaitable[None]]
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+@dataclass
+class Peer:
+    """The other end of one connection."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def request(self) -> bytes:
+        return await self.reader.readuntil(b"\r\n\r\n")
+
+    def say(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def is_gone(self) -> bool:
+        try:
+            return await self.reader.read() == b""
+        except ConnectionError:
+            return True
+
+
+@dataclass
+class FakeSink:
+    """Writes down what it is told."""
+
+    status: int = 0
+    headers: Mapping[bytes, bytes] = field(default_factory=dict)
+    body: bytes = b""
+    ends: int = 0
+    lost: list[Lost] = field(default_factory=list)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    came: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        self.status, self.headers = status, headers
+        self.came.set()
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+
+    def on_end(self) -> None:
+        self.ends += 1
+        self.over.set()
+
+    def on_lost(self, lost: Lost) -> None:
+        self.lost.append(lost)
+        self.over.set()
+
+
+class Rig:
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.peers: list[Peer] = []
+        self.arrived = asyncio.Event()
+        self.url = ""
+
+    @property
+    def pool(self) -> Pool:
+        return self.client.pool(self.url)
+
+    def ask(self) -> tuple[Call, FakeSink]:
+        sink = FakeSink()
+        return self.pool.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"", sink), sink
+
+    async def peer(self, count: int = 1) -> Peer:
+        """The count-th connection, once its request is here."""
+        while len(self.peers) < count:
+            self.arrived.clear()
+            await self.arrived.wait()
+        await self.peers[count - 1].request()
+        return self.peers[count - 1]
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.peers.append(Peer(reader, writer))
+        self.arrived.set()
+
+
+@asynccontextmanager
+async def rig() -> AsyncIterator[Rig]:
+    found = Rig(Client(connect_s=5))
+    server = await asyncio.start_server(found.accept, "127.0.0.1", 0)
+    found.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield found
+    finally:
+        await found.client.close()
+        server.close()
+        for peer in found.peers:
+            peer.writer.transport.abort()
+
+
+async def test_a_connection_is_used_again_and_answers_are_told_once() -> None:
+    async with rig() as r:
+        for _ in range(3):
+            _, sink = r.ask()
+            peer = await r.peer()
+            peer.say(OK)
+            await sink.over.wait()
+            assert (sink.status, sink.body, sink.ends, sink.lost) == (200, b"ok", 1, [])
+        assert len(r.peers) == 1
+
+
+async def test_calls_at_a_time_have_connections_of_their_own() -> None:
+    async with rig() as r:
+        sinks = [r.ask()[1] for _ in range(3)]
+        for count in (1, 2, 3):
+            (await r.peer(count)).say(OK)
+        for sink in sinks:
+            await sink.over.wait()
+        assert len(r.peers) == 3
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 100 Continue\r\n\r\n" + OK,
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n",
+    ],
+)
+async def test_other_forms_of_a_whole_answer(answer: bytes) -> None:
+    async with rig() as r:
+        _, sink = r.ask()
+        (await r.peer()).say(answer)
+        await sink.over.wait()
+        assert (sink.status, sink.body, sink.ends) == (200, b"ok", 1)
+
+
+async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
+    async with rig() as r:
+        _, sink = r.ask()
+        peer = await r.peer()
+        peer.say(b"HTTP/1.1 200 OK\r\n\r\nok")
+        peer.writer.close()
+        await sink.over.wait()
+        assert (sink.body, sink.ends) == (b"ok", 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        (b"", "closed the connection without an answer"),
+        (b"HTTP/1.1 200 OK\r\ncontent-len", "closed the connection without an answer"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok", "broke off its answer"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\no", "broke off its answer"),
+        (b"junk\r\n\r\n", "closed the connection without an answer"),
+        (b"HTTP/1.1 200 OK\r\na: " + b"b" * 2 * MAX_HEAD_BYTES, "closed the connection without"),
+    ],
+)
+async def test_an_answer_that_breaks_off_is_lost(answer: bytes, what: str) -> None:
+    async with rig() as r:
+        _, sink = r.ask()
+        peer = await r.peer()
+        peer.say(answer)
+        await peer.writer.drain()
+        peer.writer.close()
+        await sink.over.wait()
+        assert sink.ends == 0
+        assert [lost.what.startswith(what) for lost in sink.lost] == [True]
+        assert not sink.lost[0].is_refused
+
+
+async def test_a_refused_connection_is_told_as_that() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    client, sink = Client(connect_s=5), FakeSink()
+    client.pool(f"http://127.0.0.1:{port}").send(b"GET / HTTP/1.1\r\n\r\n", b"", sink)
+    await sink.over.wait()
+    assert sink.lost[0].is_refused
+    assert "refused" in sink.lost[0].cause
+    await client.close()
+
+
+async def test_a_cancelled_call_closes_its_connection_and_says_nothing() -> None:
+    async with rig() as r:
+        call, sink = r.ask()
+        peer = await r.peer()
+        call.cancel()
+        assert await peer.is_gone()
+        assert (sink.ends, sink.lost) == (0, [])
+        call.cancel()
+        call.pause()
+        call.resume()
+
+
+async def test_a_call_cancelled_while_it_connects_says_nothing() -> None:
+    async with rig() as r:
+        call, sink = r.ask()
+        call.cancel()
+        _, other = r.ask()
+        (await r.peer()).say(OK)
+        await other.over.wait()
+        assert (sink.ends, sink.lost) == (0, [])
+
+
+async def test_a_finished_call_cannot_cancel_the_one_after_it() -> None:
+    async with rig() as r:
+        first, sink = r.ask()
+        peer = await r.peer()
+        peer.say(OK)
+        await sink.over.wait()
+        _, second = r.ask()
+        first.cancel()
+        await peer.request()
+        peer.say(OK)
+        await second.over.wait()
+        assert second.ends == 1
+
+
+@pytest.mark.parametrize("more", [b"x", OK])
+async def test_more_than_was_asked_for_ends_the_connection(more: bytes) -> None:
+    """Else it would be read as the answer to the next request."""
+    async with rig() as r:
+        _, sink = r.ask()
+        peer = await r.peer()
+        peer.say(OK + more)
+        await sink.over.wait()
+        _, second = r.ask()
+        (await r.peer(2)).say(OK)
+        await second.over.wait()
+        assert second.body == b"ok"
+
+
+async def test_an_answer_that_says_close_is_not_followed_by_another() -> None:
+    async with rig() as r:
+        _, sink = r.ask()
+        (await r.peer()).say(OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+        await sink.over.wait()
+        _, second = r.ask()
+        (await r.peer(2)).say(OK)
+        await second.over.wait()
+
+
+async def test_a_connection_that_was_closed_meanwhile_is_not_used() -> None:
+    async with rig() as r:
+        _, sink = r.ask()
+        peer = await r.peer()
+        peer.say(OK)
+        await sink.over.wait()
+        peer.writer.close()
+        while r.pool.open:
+            await asyncio.sleep(0)
+        _, second = r.ask()
+        (await r.peer(2)).say(OK)
+        await second.over.wait()
+        assert second.ends == 1
+
+
+async def test_idle_connections_end() -> None:
+    async with rig() as r:
+        _, sink = r.ask()
+        peer = await r.peer()
+        peer.say(OK)
+        await sink.over.wait()
+        now = asyncio.get_running_loop().time()
+        r.pool.look(now + IDLE_S - 1)
+        assert r.pool.open == 1
+        r.pool.look(now + IDLE_S + 1)
+        assert await peer.is_gone()
+
+
+async def test_a_paused_call_reads_no_more_until_it_is_resumed() -> None:
+    async with rig() as r:
+        call, sink = r.ask()
+        peer = await r.peer()
+        peer.say(b"HTTP/1.1 200 OK\r\ncontent-length: 67108864\r\n\r\n")
+        await sink.came.wait()
+        call.pause()
+        sent = 0
+        while not peer.writer.transport.get_write_buffer_size():
+            peer.say(b"x" * 65536)
+            sent += 65536
+            await asyncio.sleep(0)
+        before = len(sink.body)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(sink.body) == before < sent < 64 << 20
+        call.resume()
+        while len(sink.body) < sent:
+            await asyncio.sleep(0)
