@@ -7,6 +7,7 @@ import itertools
 import json
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,10 @@ class Members:
 
 @dataclass
 class Load:
-    """Clients that ask without a pause until `stop`, each time the next router.
+    """Clients behind a balancer of routers, that ask without a pause until `stopping`.
 
-    A router that refuses the connection or says that it drains is not asked: the next one is.
+    As balancers do, it asks another router when one refuses the connection or says that it drains,
+    and leaves that one alone until its /ready is 200.
     """
 
     urls: list[str]
@@ -106,6 +108,7 @@ class Load:
     served: int = 0
     moved: int = 0
     failed: list[str] = field(default_factory=list)
+    away: set[str] = field(default_factory=set)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     async def run(self, clients: int) -> None:
@@ -116,20 +119,31 @@ class Load:
             ) as session,
             asyncio.TaskGroup() as tasks,
         ):
-            for _ in range(clients):
-                tasks.create_task(self._client(session))
+            watching = tasks.create_task(self._look(session))
+            await asyncio.gather(*(self._client(session) for _ in range(clients)))
+            watching.cancel()
+
+    async def _look(self, session: aiohttp.ClientSession) -> None:
+        while True:
+            for url in tuple(self.away):
+                with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                    async with session.get(f"{url}/ready") as answer:
+                        if answer.status == 200:
+                            self.away.discard(url)
+            await asyncio.sleep(0.1)
 
     async def _client(self, session: aiohttp.ClientSession) -> None:
         while not self.stopping:
             number = next(self.numbers)
             problem = "nobody was asked"
-            for attempt in range(4 * len(self.urls)):
-                url = self.urls[(number + attempt) % len(self.urls)]
+            for _ in self.urls:
+                here = [url for url in self.urls if url not in self.away] or self.urls
+                url = here[number % len(here)]
                 problem = await self._ask(session, url, number)
                 if problem not in ("refused", "draining"):
                     break
+                self.away.add(url)
                 self.moved += 1
-                await asyncio.sleep(0.02)
             if problem:
                 self.failed.append(problem)
             else:

@@ -53,6 +53,7 @@ async def test_nodes_register_serve_leave_and_come_back_while_the_router_runs(
             decode.start()
             await members.until_served(2)
             decode.kill(signal.SIGKILL)
+            await asyncio.to_thread(decode.ended)
             await cluster.until(lambda: _is_gone(members), "its lease lapses", 20)
             decode.start()
             await members.until_served(2)
