@@ -48,11 +48,11 @@ class Because:
 
     def told(self) -> dict[str, object]:
         sides = {"prefill": self.prefill, "decode": self.decode}
-        return {
-            name: side[1].told(side[0].names, self.ask)
-            for name, side in sides.items()
-            if side is not None
-        }
+        told: dict[str, object] = {"weight": self.ask.weight}
+        for name, side in sides.items():
+            if side is not None:
+                told[name] = side[1].told(side[0].names, self.ask)
+        return told
 
 
 @dataclass(slots=True)
