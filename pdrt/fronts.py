@@ -20,7 +20,7 @@ from pdrt import grid
 from pdrt.config import DisaggConfig, NodeConfig, Place, Role, bracketed
 from pdrt.control import api, worker_node
 from pdrt.control.dispatch import DPDispatcher
-from pdrt.control.door import Door
+from pdrt.control.entrance import Entrance
 from pdrt.control.grammarcheck import GrammarCheck
 from pdrt.control.heartbeat import Tell, Time
 from pdrt.control.leader import Leader, Limits
@@ -125,7 +125,7 @@ class Lead:
         role, config, parallel = setting.role, setting.config, setting.config.parallel
         side = make_side(role, config, setting.disagg, setting.key, tell, setting.epoch)
         self._net: CurveContext | None = None
-        self._door: Door | None = None
+        self._entrance: Entrance | None = None
         self._tracing: Tracing | None = None
         self._nodes = self._others(Time(time.monotonic))
         self._nodes.hear(told)
@@ -165,7 +165,7 @@ class Lead:
     ) -> web.Application:
         if self._net is not None:
             stack.callback(self._net.close)
-        self._door = self._door_of(registry)
+        self._entrance = self._entrance_of(registry)
         self._tracing = self._open_tracing(stack)
         text = TextPool(open_text(self._setting.config.model.path))
         stack.callback(text.close)
@@ -182,12 +182,12 @@ class Lead:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
         return tracing
 
-    def _door_of(self, registry: CollectorRegistry) -> Door | None:
+    def _entrance_of(self, registry: CollectorRegistry) -> Entrance | None:
         """Only a hybrid instance has clients."""
         if self._setting.role != "hybrid":
             return None
         security = self._setting.config.security
-        return Door(security, registry, time.monotonic, (), PATHS)
+        return Entrance(security, registry, time.monotonic, (), PATHS)
 
     def _leader(self, text: TextPool, registry: CollectorRegistry, drain: Drain) -> Leader:
         setting, parts = self._setting, self.parts
@@ -218,13 +218,13 @@ class Lead:
             served=parts.condition.served,
             drain=drain,
             takes_prompts=takes_prompts,
-            door=self._door,
+            entrance=self._entrance,
             tracing=self._tracing,
         )
 
     def actors(self) -> list[Coroutine[Any, Any, None]]:
         nodes = [self._nodes.run(self._net)] if self._net is not None else []
-        reloads = self._door.reloads if self._door is not None else []
+        reloads = self._entrance.reloads if self._entrance is not None else []
         return [*self.parts.side.actors(), *nodes, watch(reloads)]
 
 

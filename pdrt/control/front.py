@@ -20,7 +20,7 @@ from pdrt.control.batched import carry_batch
 from pdrt.control.canary import try_pairs
 from pdrt.control.claims import claim, release
 from pdrt.control.cors import Cors
-from pdrt.control.door import Door, Entry
+from pdrt.control.entrance import Entrance, Visit
 from pdrt.control.fleet import Fleet
 from pdrt.control.gate import AUTHORIZATION
 from pdrt.control.http import Json
@@ -73,7 +73,7 @@ class Router:
     relays: set[Relay] = field(default_factory=set)
     batches: set[asyncio.Task[None]] = field(default_factory=set)
     rooms: set[int] = field(default_factory=set)  # idempotency keys of requests in flight
-    entered: dict[Exchange, Entry] = field(default_factory=dict)  # those with a key
+    entered: dict[Exchange, Visit] = field(default_factory=dict)  # those with a key
     tracing: Tracing | None = None  # made when it starts, unless it is given
     draining: bool = False
     admitted: int = 0
@@ -81,15 +81,15 @@ class Router:
     drain_asked: asyncio.Event = field(default_factory=asyncio.Event)
     said_ready: bool = False
     routes: Routes = field(default_factory=Routes)
-    door: Door = field(init=False)
+    entrance: Entrance = field(init=False)
     cors: Cors = field(init=False)
     reloads: list[AnyReload] = field(init=False)  # files that are watched while it runs
 
     def __post_init__(self) -> None:
         security, registry = self.config.security, self.metrics.registry
         self.cors = Cors(security.cors_origins)
-        self.door = Door(security, registry, self.clocks.clock, OPEN_PATHS, order.PATHS)
-        self.reloads = list(self.door.reloads)
+        self.entrance = Entrance(security, registry, self.clocks.clock, OPEN_PATHS, order.PATHS)
+        self.reloads = list(self.entrance.reloads)
 
     # Life.
 
@@ -171,7 +171,7 @@ class Router:
         request = exchange.request
         if (allowed := self.cors.preflight(request)) is not None:
             return allowed
-        refusal = self.door.refusal(request.method, request.path, request.header(AUTHORIZATION))
+        refusal = self.entrance.refusal(request.method, request.path, request.header(AUTHORIZATION))
         if refusal is not None or exchange.route is None or exchange.route.serves is None:
             return refusal
         if self.draining:
@@ -184,8 +184,8 @@ class Router:
         return None
 
     def over(self, exchange: Exchange) -> None:
-        if self.entered and (entry := self.entered.pop(exchange, None)):
-            entry.leave()
+        if self.entered and (visit := self.entered.pop(exchange, None)):
+            visit.leave()
         if exchange.is_admitted:
             self.admitted -= 1
             self._look_idle()
@@ -208,7 +208,7 @@ class Router:
         """Raises PdrtError when nobody can serve it."""
         started, request = self.clocks.clock(), exchange.request
         read = self._read(request)
-        entry = self._enter(exchange, read)
+        visit = self._enter(exchange, read)
         ticket = Ticket(
             request_id=request.id,
             path=request.path,
@@ -216,7 +216,7 @@ class Router:
             deadline=started + (read.timeout_s or self.config.timeouts.request_s),
             client_room=read.client_room,
             pinned=self.fleet.pinned(read.pin) if read.pin else None,
-            key_name=entry.name,
+            key_name=visit.name,
             traceparent=request.header(TRACEPARENT) if self.tracing is not None else None,
         )
         claim(self.rooms, read.client_room)
@@ -231,13 +231,13 @@ class Router:
         exchange.on_gone, exchange.on_flow = relay.client_left, relay.flow
         relay.start()
 
-    def _enter(self, exchange: Exchange, read: _Read) -> Entry:
+    def _enter(self, exchange: Exchange, read: _Read) -> Visit:
         """Until `over`. Raises PdrtError when its key may not ask for so much."""
         cost = cost_of(read.batch) if read.batch else read.job.answer_weight
-        entry = self.door.enter(exchange.request.header(AUTHORIZATION), cost)
-        if entry.name:
-            self.entered[exchange] = entry
-        return entry
+        visit = self.entrance.enter(exchange.request.header(AUTHORIZATION), cost)
+        if visit.name:
+            self.entered[exchange] = visit
+        return visit
 
     def _begin(
         self, ticket: Ticket, client: Client, started: float, exchange: Exchange | None = None
