@@ -23,6 +23,16 @@ class Job(Protocol):
     def stream(self) -> bool: ...
 
     @property
+    def sequences(self) -> int:
+        """Answers to one prompt."""
+        ...
+
+    @property
+    def prompt(self) -> object:
+        """Text, ids or turns."""
+        ...
+
+    @property
     def prompt_weight(self) -> int:
         """Tokens that prefill computes, about."""
         ...
@@ -53,9 +63,17 @@ class OrderJob:
         return self.order.stream
 
     @property
-    def prompt_weight(self) -> int:
+    def sequences(self) -> int:
+        return self.order.drawn
+
+    @property
+    def prompt(self) -> object:
         prompt = self.order.prompt
-        return weight_of(list(prompt.turns) if isinstance(prompt, Chat) else prompt)
+        return list(prompt.turns) if isinstance(prompt, Chat) else prompt
+
+    @property
+    def prompt_weight(self) -> int:
+        return weight_of(self.prompt)
 
     @property
     def answer_weight(self) -> int:
@@ -88,9 +106,17 @@ class PlainJob:
         return self.fields.get("stream") is True
 
     @property
-    def prompt_weight(self) -> int:
+    def sequences(self) -> int:
+        return 1
+
+    @property
+    def prompt(self) -> object:
         names = ("prompt", "text", "input_ids", "messages")
-        return weight_of(next((self.fields[n] for n in names if n in self.fields), None))
+        return next((self.fields[n] for n in names if n in self.fields), None)
+
+    @property
+    def prompt_weight(self) -> int:
+        return weight_of(self.prompt)
 
     @property
     def answer_weight(self) -> int:

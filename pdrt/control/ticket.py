@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdrt.control.fleet import Fleet
 from pdrt.control.instances import Instance
 from pdrt.control.job import Job
+from pdrt.control.policy import Ask
 from pdrt.control.traces import Tracing
 from pdrt.control.upstream import Upstream
 from pdrt.control.wire.reply import Fields
@@ -74,6 +75,8 @@ class Tools:
     clocks: Clocks
     rebind_grace_s: float
     tracing: Tracing | None = None
+    max_moves: int = 0  # of one stream, each when its decode instance is lost
+    move_s: float = 0.0  # how long an instance is looked for that goes on with it
 
     @property
     def is_plain(self) -> bool:
@@ -91,6 +94,7 @@ class Ticket:
     client_room: int | None = None
     pinned: Instance | None = None
     key_name: str = ""  # whose API key it came with
+    ask: Ask = field(default_factory=Ask)  # what choices go by; `room` is that of the first try
     may_retry: bool = True
     lines: bytes = b""  # more header lines for its legs
     traceparent: str | None = None  # the client's, or empty; None: it is not traced
