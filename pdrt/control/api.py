@@ -17,18 +17,19 @@ from pdrt.control.http import (
     metrics_response,
 )
 from pdrt.control.leader import Leader
-from pdrt.control.order import PATHS
+from pdrt.control.order import PATHS, TOKEN_PATHS
 from pdrt.control.serving import PD_PATH, Serving
+from pdrt.control.tokenize import Tokenizing
 from pdrt.errors import NotFound
 
 STALL_S: Final = 10.0  # an event loop that has not turned for so long is not alive
 _OPEN: Final = frozenset({"/health", "/ready", "/metrics"})
-_CLIENT: Final = frozenset({*PATHS, "/v1/models", "/v1/models/{name}"})
+_CLIENT: Final = frozenset({*PATHS, *TOKEN_PATHS, "/v1/models", "/v1/models/{name}"})
 
 
 def make_app(leader: Leader) -> web.Application:
     """Run it with `http.listen`: without handler_cancellation a client that leaves is not seen."""
-    serving, operation = Serving(leader), _Operation(leader)
+    serving, operation, tokens = Serving(leader), _Operation(leader), Tokenizing(leader)
     app = web.Application(middlewares=[error_middleware(leader.role), _allow(leader)])
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(_add_path)
@@ -37,7 +38,9 @@ def make_app(leader: Leader) -> web.Application:
     app.add_routes(
         [
             web.get("/v1/models", operation.models),
-            web.get("/v1/models/{name}", operation.model),
+            web.get("/v1/models/{name:.+}", operation.model),  # it may have a slash in it
+            web.post("/tokenize", tokens.tokenize),
+            web.post("/detokenize", tokens.detokenize),
             web.get("/health", operation.health),
             web.get("/ready", operation.ready),
             web.get("/metrics", operation.metrics),

@@ -16,6 +16,7 @@ import structlog
 
 from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
+from pdrt.control.askany import ask_any
 from pdrt.control.batched import carry_batch
 from pdrt.control.canary import try_pairs
 from pdrt.control.claims import claim, release
@@ -401,6 +402,12 @@ class Router:
             if told["id"] == named:
                 return Reply.json(told)
         raise NotFound(f"model {named!r} is not served here; {listed(self.fleet.models)}")
+
+    async def ask_any(self, request: Request) -> Reply:
+        """What needs a tokenizer, which only leaders have."""
+        assert self.tools is not None, "requests come while the application runs"
+        within_s = self.config.timeouts.request_s
+        return await ask_any(self.fleet.instances, self.tools.upstream, request, within_s)
 
     async def metrics_text(self, _request: Request) -> Reply:
         self.metrics.in_flight.set(self.admitted)

@@ -69,7 +69,9 @@ class OrderJob:
     @property
     def prompt(self) -> object:
         prompt = self.order.prompt
-        return list(prompt.turns) if isinstance(prompt, Chat) else prompt
+        if isinstance(prompt, Chat):
+            return [*prompt.turns, *map(json.dumps, prompt.tools)]
+        return prompt
 
     @property
     def prompt_weight(self) -> int:

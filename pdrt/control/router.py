@@ -58,6 +58,8 @@ def make_router(
     routes.add("GET", "/v1/models", router.models)
     routes.add("GET", "/v1/models/{name}", router.model)
     routes.add("GET", "/v1/models/{owner}/{name}", router.model)
+    for path in order.TOKEN_PATHS:
+        routes.add("POST", path, router.ask_any)
     routes.add("GET", "/health", router.health)
     routes.add("GET", "/ready", router.ready)
     routes.add("GET", "/metrics", router.metrics_text)
