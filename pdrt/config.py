@@ -207,20 +207,6 @@ class LogSection(Section):
     step_every_s: Annotated[float, Field(ge=0)] = 1.0  # a status line at most this often while busy
 
 
-class TelemetrySection(Section):
-    otlp_endpoint: str = ""  # a collector's, OTLP over HTTP; empty: no traces
-    sample: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the traces that begin here
-
-    @model_validator(mode="after")
-    def _endpoint_is_a_url(self) -> Self:
-        if self.otlp_endpoint and not re.match(r"https?://[^/\s]", self.otlp_endpoint):
-            raise ValueError(
-                f"otlp_endpoint = {self.otlp_endpoint!r} is no URL: want one such as"
-                " http://127.0.0.1:4318"
-            )
-        return self
-
-
 class RouterSection(Section):
     """Routers that a leader registers with, as http://host:port of their admin listeners."""
 
@@ -236,6 +222,20 @@ class RouterSection(Section):
         return self
 
 
+class TelemetrySection(Section):
+    otlp_endpoint: str = ""  # a collector's, OTLP over HTTP; empty: no traces
+    sample: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the traces that begin here
+
+    @model_validator(mode="after")
+    def _endpoint_is_a_url(self) -> Self:
+        if self.otlp_endpoint and not re.match(r"https?://[^/\s]", self.otlp_endpoint):
+            raise ValueError(
+                f"otlp_endpoint = {self.otlp_endpoint!r} is no URL: want one such as"
+                " http://127.0.0.1:4318"
+            )
+        return self
+
+
 class NodeConfig(Section):
     model: ModelSection = ModelSection()
     device: DeviceSection = DeviceSection()
@@ -246,19 +246,8 @@ class NodeConfig(Section):
     security: SecuritySection = SecuritySection()
     ports: PortsSection = PortsSection()
     log: LogSection = LogSection()
-    telemetry: TelemetrySection = TelemetrySection()
     router: RouterSection = RouterSection()
-
-    @model_validator(mode="after")
-    def _says_nothing_that_only_routers_do(self) -> Self:
-        """What would be served in the clear must not look as if it were not."""
-        for name in ("tls_cert", "cors_origins"):
-            if getattr(self.security, name):
-                raise ValueError(
-                    f"[security] {name} is for routers, which clients talk to: put one in front of"
-                    " this instance, and leave it out here"
-                )
-        return self
+    telemetry: TelemetrySection = TelemetrySection()
 
 
 class Target(Section):
@@ -274,10 +263,18 @@ class PolicySection(Section):
     decode: PolicyName = "least_loaded"
     canary: bool = True  # ready only when a pair has really served; false: not pdrt, no token
     max_in_flight: Positive = 4096  # beyond: 429
+    local_prefill_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = 0  # by decode itself
+    strict: bool = False  # only prefill and decode serve; else 503
     migrate: bool = True  # a stream whose decode instance dies goes on with another one ...
     max_moves: Annotated[int, Field(ge=1, le=100)] = 3  # ... so many times at most
     registration: bool = False  # instances may register themselves; then no targets need be listed
     default_model: str = ""  # of requests that name none, where several are served
+
+    @model_validator(mode="after")
+    def _strict_is_strict(self) -> Self:
+        if self.strict and self.local_prefill_tokens:
+            raise ValueError("strict = true wants local_prefill_tokens = 0: no other path serves")
+        return self
 
 
 class AdminSection(Section):

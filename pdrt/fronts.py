@@ -20,9 +20,9 @@ from pdrt import grid
 from pdrt.config import DisaggConfig, NodeConfig, Place, Role, bracketed
 from pdrt.control import api, worker_node
 from pdrt.control.dispatch import DPDispatcher
-from pdrt.control.entrance import Entrance
 from pdrt.control.grammarcheck import GrammarCheck
 from pdrt.control.heartbeat import Tell, Time
+from pdrt.control.keydoor import KeyDoor
 from pdrt.control.leader import Leader, Limits
 from pdrt.control.leader_client import LeaderClient
 from pdrt.control.leases import Registration
@@ -132,9 +132,9 @@ class Lead:
         role, config, parallel = setting.role, setting.config, setting.config.parallel
         side = make_side(role, config, setting.disagg, setting.key, tell, setting.epoch)
         self._net: CurveContext | None = None
-        self._entrance: Entrance | None = None
-        self._tracing: Tracing | None = None
         self._registrar: Registrar | None = None
+        self._keydoor: KeyDoor | None = None
+        self._tracing: Tracing | None = None
         self._nodes = self._others(Time(time.monotonic))
         self._nodes.hear(told)
         self._board = Board(time.monotonic, parallel.dp)
@@ -175,7 +175,7 @@ class Lead:
     ) -> web.Application:
         if self._net is not None:
             stack.callback(self._net.close)
-        self._entrance = self._entrance_of(registry)
+        self._keydoor = self._keydoor_of(registry)
         self._tracing = self._open_tracing(stack)
         text = TextPool(open_text(self._setting.config.model.path))
         stack.callback(text.close)
@@ -192,12 +192,12 @@ class Lead:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
         return tracing
 
-    def _entrance_of(self, registry: CollectorRegistry) -> Entrance | None:
+    def _keydoor_of(self, registry: CollectorRegistry) -> KeyDoor | None:
         """Only a hybrid instance has clients."""
         if self._setting.role != "hybrid":
             return None
         security = self._setting.config.security
-        return Entrance(security, registry, time.monotonic, (), PATHS)
+        return KeyDoor(security, registry, time.monotonic, (), PATHS)
 
     def _leader(self, text: TextPool, registry: CollectorRegistry, drain: Drain) -> Leader:
         setting, parts = self._setting, self.parts
@@ -233,7 +233,7 @@ class Lead:
             served=parts.condition.served,
             drain=drain,
             takes_prompts=takes_prompts,
-            entrance=self._entrance,
+            door=self._keydoor,
             tracing=self._tracing,
         )
 
@@ -260,8 +260,8 @@ class Lead:
 
     def actors(self) -> list[Coroutine[Any, Any, None]]:
         nodes = [self._nodes.run(self._net)] if self._net is not None else []
-        reloads = self._entrance.reloads if self._entrance is not None else []
         registrar = [self._registrar.run()] if self._registrar is not None else []
+        reloads = self._keydoor.reloads if self._keydoor is not None else []
         return [*self.parts.side.actors(), *nodes, *registrar, watch(reloads)]
 
 

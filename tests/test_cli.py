@@ -23,6 +23,7 @@ COMMANDS = [
     "generate",
     "chat",
     "doctor",
+    "top",
     "bench",
     "conformance",
     "keys",

@@ -65,7 +65,7 @@ def _of_a_router() -> CollectorRegistry:
     metrics.errors.labels("deadline").inc()
     metrics.instance_up.labels("a").set(1)
     metrics.instance_requests.labels("a").set(1)
-    with router.entrance.held("Bearer k", 1):
+    with router.keydoor.held("Bearer k", 1):
         return metrics.registry
 
 

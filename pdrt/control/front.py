@@ -22,18 +22,20 @@ from pdrt.control.canary import try_pairs
 from pdrt.control.claims import claim, release
 from pdrt.control.cors import Cors
 from pdrt.control.door import Door
-from pdrt.control.entrance import Entrance, Visit
-from pdrt.control.fleet import Fleet, listed
+from pdrt.control.fleet import Choice, Fleet, listed
 from pdrt.control.gate import AUTHORIZATION
 from pdrt.control.http import Json
 from pdrt.control.job import Job, OrderJob, PlainJob, cost_of
+from pdrt.control.keydoor import Entry, KeyDoor
 from pdrt.control.leases import Leases
 from pdrt.control.ledger import Ledger
+from pdrt.control.nearby import Nearby
 from pdrt.control.order import Order
 from pdrt.control.policy import Ask
 from pdrt.control.relay import Relay
 from pdrt.control.reload import AnyReload, watch
 from pdrt.control.routermetrics import RouterMetrics
+from pdrt.control.screen import Screen
 from pdrt.control.session import session_of
 from pdrt.control.ticket import Client, Clocks, Ticket, Tools
 from pdrt.control.traces import TRACEPARENT, Tracing
@@ -48,7 +50,7 @@ from pdrt.errors import Draining, NotFound, Overloaded, PdrtError
 from pdrt.keys import ClusterKey
 
 STAGE: Final = "router"
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/admin/drain"})
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/admin/drain", "/"})
 
 log = structlog.get_logger(__name__)
 
@@ -82,7 +84,7 @@ class Router:
     ledger: Ledger = field(init=False)
     door: Door = field(init=False)
     rooms: set[int] = field(default_factory=set)  # idempotency keys of requests in flight
-    entered: dict[Exchange, Visit] = field(default_factory=dict)  # those with a key
+    entered: dict[Exchange, Entry] = field(default_factory=dict)  # those with a key
     tracing: Tracing | None = None  # made when it starts, unless it is given
     draining: bool = False
     admitted: int = 0
@@ -90,21 +92,26 @@ class Router:
     drain_asked: asyncio.Event = field(default_factory=asyncio.Event)
     said_ready: bool = False
     admin_url: str = ""  # of the admin listener, once there is one
+    nearby: Nearby = field(default_factory=Nearby)
+
     routes: Routes = field(default_factory=Routes)
-    entrance: Entrance = field(init=False)
+    keydoor: KeyDoor = field(init=False)
     cors: Cors = field(init=False)
     reloads: list[AnyReload] = field(init=False)  # files that are watched while it runs
+    screen: Screen = field(init=False)
 
     def __post_init__(self) -> None:
         security, registry = self.config.security, self.metrics.registry
-        clock, wall = self.clocks.clock, self.clocks.wall
         self.cors = Cors(security.cors_origins)
-        self.entrance = Entrance(security, registry, clock, OPEN_PATHS, order.PATHS)
-        self.reloads = list(self.entrance.reloads)
+        self.screen = Screen(self.clocks.clock, self.clocks.wall)
+        clock, wall = self.clocks.clock, self.clocks.wall
+        self.keydoor = KeyDoor(security, registry, clock, OPEN_PATHS, order.PATHS)
+        self.reloads = list(self.keydoor.reloads)
         self.ledger = Ledger(lambda at: wall() - (clock() - at))
         leases, is_open = Leases(self.config.timeouts.lease_s), self.config.policy.registration
         self.door = Door(self.fleet, leases, clock, is_open)
         self.fleet.clock = clock
+        self.nearby.wanted = self.config.policy.local_prefill_tokens
 
     # Life.
 
@@ -149,8 +156,9 @@ class Router:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.fleet.run(probe))
-                tasks.create_task(watch(self.reloads))
+                tasks.create_task(self.screen.watch(lambda: self.fleet.instances))
                 tasks.create_task(self.door.run())
+                tasks.create_task(watch(self.reloads))
                 if self.config.policy.canary:
                     tasks.create_task(try_pairs(tools, self.config.timeouts.heartbeat_s))
         except Exception:
@@ -189,7 +197,7 @@ class Router:
         request = exchange.request
         if (allowed := self.cors.preflight(request)) is not None:
             return allowed
-        refusal = self.entrance.refusal(request.method, request.path, request.header(AUTHORIZATION))
+        refusal = self.keydoor.refusal(request.method, request.path, request.header(AUTHORIZATION))
         if refusal is not None or exchange.route is None or exchange.route.serves is None:
             return refusal
         if self.draining:
@@ -199,14 +207,16 @@ class Router:
             return Overloaded(f"{limit} requests are in flight, which is the limit")
         self.admitted += 1
         exchange.is_admitted = True
+        self.screen.came(exchange)
         return None
 
     def over(self, exchange: Exchange) -> None:
-        if self.entered and (visit := self.entered.pop(exchange, None)):
-            visit.leave()
+        if self.entered and (entry := self.entered.pop(exchange, None)):
+            entry.leave()
         if exchange.is_admitted:
             self.admitted -= 1
             self._look_idle()
+        self.screen.went(exchange)
         route = exchange.route.path if exchange.route else "other"
         status = 499 if exchange.is_gone else exchange.status
         self.metrics.requests.labels(route, str(status), exchange.path_label).inc()
@@ -226,7 +236,7 @@ class Router:
         """Raises PdrtError when nobody can serve it."""
         started, request = self.clocks.clock(), exchange.request
         read = self._read(request)
-        visit = self._enter(exchange, read)
+        entry = self._enter(exchange, read)
         ticket = Ticket(
             request_id=request.id,
             path=request.path,
@@ -234,8 +244,9 @@ class Router:
             deadline=started + (read.timeout_s or self.config.timeouts.request_s),
             client_room=read.client_room,
             pinned=self.fleet.pinned(read.pin) if read.pin else None,
+            passage=self.screen.passage(exchange),
             ask=read.ask,
-            key_name=visit.name,
+            key_name=entry.name,
             traceparent=request.header(TRACEPARENT) if self.tracing is not None else None,
         )
         claim(self.rooms, read.client_room)
@@ -250,13 +261,13 @@ class Router:
         exchange.on_gone, exchange.on_flow = relay.client_left, relay.flow
         relay.start()
 
-    def _enter(self, exchange: Exchange, read: _Read) -> Visit:
+    def _enter(self, exchange: Exchange, read: _Read) -> Entry:
         """Until `over`. Raises PdrtError when its key may not ask for so much."""
         cost = cost_of(read.batch) if read.batch else read.job.answer_weight
-        visit = self.entrance.enter(exchange.request.header(AUTHORIZATION), cost)
-        if visit.name:
-            self.entered[exchange] = visit
-        return visit
+        entry = self.keydoor.enter(exchange.request.header(AUTHORIZATION), cost)
+        if entry.name:
+            self.entered[exchange] = entry
+        return entry
 
     def _begin(
         self, ticket: Ticket, client: Client, started: float, exchange: Exchange | None = None
@@ -272,11 +283,18 @@ class Router:
                     exchange.fail()
             self._account(relay, started)
 
-        choice = self.fleet.pick(ticket.ask, ticket.pinned)
-        relay = Relay(ticket, choice, self.tools, client, ended)
+        relay = Relay(ticket, self._choose(ticket), self.tools, client, ended)
         self.relays.add(relay)
         self.ledger.begin(relay, started)
         return relay
+
+    def _choose(self, ticket: Ticket) -> Choice:
+        choice = self.fleet.pick(ticket.ask, ticket.pinned)
+        if ticket.pinned is None:
+            choice = self.nearby.considered(choice, ticket.job.prompt_weight)
+        if choice.local:
+            self.metrics.local.labels(choice.local).inc()
+        return choice
 
     def _serve_batch(
         self, exchange: Exchange, batch: Order, ticket: Ticket, started: float
@@ -336,12 +354,20 @@ class Router:
         if self.draining and not self.admitted:
             self.idle.set()
 
+    def _learn(self, relay: Relay, seconds: float) -> None:
+        """A stream's first byte is its first token; a whole answer's is all of them."""
+        choice, job = relay.choice, relay.ticket.job
+        is_known = choice.prefill is not None or choice.local
+        if is_known and job.stream and not (relay.route.tries or relay.route.moves):
+            self.nearby.heard(job.prompt_weight, seconds, is_local=bool(choice.local))
+
     def _account(self, relay: Relay, started: float) -> None:
         now = self.clocks.clock()
         self.ledger.end(relay, now)
         self.metrics.duration.observe(now - started)
         if relay.first_byte_at is not None:
             self.metrics.first_byte.observe(relay.first_byte_at - started)
+            self._learn(relay, relay.first_byte_at - started)
         self.metrics.retries.inc(relay.route.tries)
         if relay.route.moves:
             self.metrics.moved.inc(relay.route.moves)

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from pdrt.config import Role
 from pdrt.control.dispatch import DPDispatcher
-from pdrt.control.entrance import Entrance
 from pdrt.control.grammarcheck import GrammarCheck
 from pdrt.control.http import Json
+from pdrt.control.keydoor import KeyDoor
 from pdrt.control.text import TextPool
 from pdrt.control.traces import Tracing
 from pdrt.errors import BadRequest, TooLong
@@ -76,7 +76,7 @@ class Leader:
     drain: Callable[[], None] = lambda: None
     takes_prompts: bool = False  # decode: its workers may compute a prompt that no prefill will
     tracing: Tracing | None = None
-    entrance: Entrance | None = None  # of a hybrid instance's clients; None: no keys are asked for
+    door: KeyDoor | None = None  # for the clients of a hybrid instance; None: no keys are asked for
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     mint: Callable[[], int] = lambda: secrets.randbits(63)  # rooms, and seeds nobody gave

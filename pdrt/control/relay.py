@@ -257,9 +257,11 @@ class Relay:
             return PrefillReplaced(event.leg)
         room = self._tools.mint_room()
         choice = fleet.pick(replace(self.ticket.ask, room=room), pinned, self._tried)
-        if (choice.prefill is None) != (self.choice.prefill is None):
+        if (choice.prefill is None) != (self.choice.prefill is None) and not self.choice.local:
             raise Unavailable("only an instance of another kind is left")
         self.choice = choice
+        if choice.prefill is not None and self._merge is None:  # decode was to tell all of it
+            self._merge = self.ticket.job.merge(self.ticket.request_id, self._created)
         return InstanceReplaced(room) if choice.prefill is None else PairReplaced(room)
 
     def _note_setback(self, event: PrefillFailed | DecodeFailed) -> None:

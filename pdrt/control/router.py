@@ -19,6 +19,7 @@ from pdrt import garbage, telemetry
 from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
 from pdrt.control.admin import Admin
+from pdrt.control.dashboard.serve import Dashboard
 from pdrt.control.fleet import Fleet
 from pdrt.control.front import STAGE, Router
 from pdrt.control.listen import listen
@@ -64,6 +65,7 @@ def make_router(
     routes.add("GET", "/ready", router.ready)
     routes.add("GET", "/metrics", router.metrics_text)
     routes.add("POST", "/admin/drain", router.drain_moved)
+    Dashboard(router).add_routes()
     return router
 
 

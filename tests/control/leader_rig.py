@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 from pdrt.config import Role, SecuritySection
 from pdrt.control.api import make_app
 from pdrt.control.dispatch import DPDispatcher
-from pdrt.control.entrance import Entrance
 from pdrt.control.grammarcheck import GrammarCheck
 from pdrt.control.http import listen
+from pdrt.control.keydoor import KeyDoor
 from pdrt.control.leader import Leader, Limits
 from pdrt.control.order import PATHS
 from pdrt.control.text import ByteText, TextPool
@@ -199,7 +199,7 @@ async def rigged(role: Role = "hybrid", **changes: Any) -> AsyncIterator[Rig]:
         limits=replace(Limits(max_model_len=1000, vocab=257), **of_limits),
         key=KEY,
         registry=registry,
-        entrance=Entrance(keys, registry, lambda: 0.0, (), PATHS),
+        door=KeyDoor(keys, registry, lambda: 0.0, (), PATHS),
         status=lambda: {"role": role, "state": "ready"},
         why_not_ready=lambda: rig.not_ready,
         stalled_s=lambda: rig.stalled,

@@ -122,7 +122,8 @@ class Rig:
         self.session = aiohttp.ClientSession()
 
     async def start_router(self) -> None:
-        timeouts = {"heartbeat_s": NEVER_S, "heartbeat_timeout_s": NEVER_S}
+        slow = {"connect_s": 25.0}  # where many tests share a core, a connection takes its time
+        timeouts = {"heartbeat_s": NEVER_S, "heartbeat_timeout_s": NEVER_S, **slow}
         tables: Json = {
             "prefill": [leader.target for leader in self.prefill],
             "decode": [leader.target for leader in self.decode],

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdrt.control.toolcalls import Sink, ToolFormat, ToolReader, call_id
@@ -160,6 +160,7 @@ def test_what_turns_out_to_be_no_call_is_text_every_character_of_it(name: str, s
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_what_is_told_does_not_depend_on_how_the_text_was_cut(
     name: str, data: st.DataObject

@@ -68,7 +68,7 @@ def drawing(grammar: Grammar, output: list[int], **fields: Any) -> Draw:
 
 
 def allowed(draw: Draw, vocab: int = VOCAB) -> set[int]:
-    return set(np.flatnonzero(grammars(vocab).allowed([draw])[0]).tolist())
+    return set(np.flatnonzero(~grammars(vocab).forbidden([draw])[0]).tolist())
 
 
 def walk(grammar: Grammar, seed: int, most: int = 400) -> list[int]:
@@ -115,10 +115,12 @@ def test_a_matcher_made_anew_from_the_tokens_is_the_one_that_saw_them_come(
 def test_company_changes_nothing(grammar: Grammar) -> None:
     output = walk(grammar, 3, most=6)
     draws = [drawing(one, []) for one in WANTED] + [drawing(grammar, output)]
-    assert set(np.flatnonzero(grammars().allowed(draws)[-1])) == allowed(drawing(grammar, output))
+    assert set(np.flatnonzero(~grammars().forbidden(draws)[-1])) == allowed(
+        drawing(grammar, output)
+    )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.7, 1.5]))
 def test_whatever_the_logits_are_what_is_drawn_is_what_the_schema_says(
     seed: int, temperature: float
@@ -194,12 +196,12 @@ def test_one_that_was_dropped_is_compiled_again_and_a_bad_one_is_a_fault() -> No
     few = Grammars(partial(open_vocabulary, "null", VOCAB, (EOS,)), VOCAB, kept=1)
     for grammar in (DIGITS, WANTED[1], DIGITS):
         few.prepare(grammar)
-        assert few.allowed([drawing(DIGITS, [])])[0].sum() == 10
+        assert (~few.forbidden([drawing(DIGITS, [])])[0]).sum() == 10
     bad = Grammar(kind="regex", text="(")
     with pytest.raises(BadRequest, match="regular expression"):
         few.prepare(bad)
     draw = drawing(bad, [])
-    few.allowed([draw])
+    few.forbidden([draw])
     assert "regular expression" in draw.fault
 
 
@@ -233,8 +235,11 @@ def test_a_real_model_of_random_weights_says_what_the_schema_says(
     spec = ModelSpec.read(model)
     assert (spec.eos_token_ids, spec.vocab) == (frozenset({worded.END}), tiny.VOCAB)
     wanted = Sampling(temperature=temperature, seed=6, grammar=schema(PERSON))
-    prompts = [tiny.prompt(length, 5) for length in (3, 9, 20)]
-    one, other = Loop(tiny.runner(model)), Loop(tiny.runner(model), seed=2)
+    prompts = [tiny.prompt(length, 5) for length in (3, 20)]
+    one, other = (
+        Loop(tiny.runner(model, kernels="torch")),
+        Loop(tiny.runner(model, kernels="torch"), seed=2),
+    )
     alone = [finished(one, [one.sequence(prompt, 200, wanted)])[0] for prompt in prompts]
     text = Tokenizer.from_file(str(model / "tokenizer.json"))
     for said in alone:

@@ -52,7 +52,8 @@ class Line(Protocol):
 
 
 class Exchange:
-    """`on_gone` is called if the client leaves first, `on_flow` when it falls behind or is back."""
+    """`on_gone` is called if the client leaves first, `on_flow` when it falls behind or is back,
+    `on_piece` with each piece of an event stream."""
 
     __slots__ = (
         "_ends_event",
@@ -66,6 +67,7 @@ class Exchange:
         "keeps_alive",
         "on_flow",
         "on_gone",
+        "on_piece",
         "path_label",
         "refusal",
         "request",
@@ -92,6 +94,7 @@ class Exchange:
         self.error: PdrtError | None = None  # what a refusal told
         self.on_gone: Callable[[], None] | None = None
         self.on_flow: Callable[[bool], None] | None = None
+        self.on_piece: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._is_chunked = False
         self._ends_event = True
@@ -151,6 +154,8 @@ class Exchange:
         else:
             self._line.send(chunk)
         self._ends_event = chunk.endswith(b"\n\n")
+        if self.is_events and self.on_piece is not None:
+            self.on_piece()
 
     def finish(self) -> None:
         if self.is_over:

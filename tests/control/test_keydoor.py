@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pdrt.config import SecuritySection
 from pdrt.control.apikeys import KeyRecord, hash_of
-from pdrt.control.entrance import Entrance
+from pdrt.control.keydoor import KeyDoor
 from pdrt.control.keyfile import change_keys
 from pdrt.control.reload import Reload, watch
 from pdrt.errors import ConfigError
@@ -114,7 +114,7 @@ async def test_a_hybrid_leader_holds_clients_to_their_limits_and_members_to_none
     file = put(tmp_path / "k.toml", bob={"rpm": 1})
     async with rigged() as r:
         security, registry = SecuritySection(api_keys_file=file), CollectorRegistry()
-        r.leader.entrance = Entrance(security, registry, lambda: 0.0, (), {"/generate"})
+        r.leader.door = KeyDoor(security, registry, lambda: 0.0, (), {"/generate"})
         r.worker.script = [out("x", "length")]
         ask = {"prompt": "a"}
         assert (await r.post("/generate", ask)).status == 401
@@ -130,20 +130,20 @@ async def test_a_hybrid_leader_holds_clients_to_their_limits_and_members_to_none
 async def test_a_changed_file_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "k.toml"
     registry = CollectorRegistry()
-    entrance = Entrance(
+    door = KeyDoor(
         SecuritySection(api_keys_file=put(path, bob={})), registry, lambda: 0.0, (), {"/generate"}
     )
-    with entrance.held("Bearer bob", 1) as name:
+    with door.held("Bearer bob", 1) as name:
         assert name == "bob"
-    (reload,) = entrance.reloads
+    (reload,) = door.reloads
     path.write_text("not = [toml")
     await reload.look()
-    assert entrance.refusal("POST", "/generate", "Bearer bob") is None
+    assert door.refusal("POST", "/generate", "Bearer bob") is None
     path.unlink()
     put(path, alice={})
     await reload.look()
-    assert entrance.refusal("POST", "/generate", "Bearer alice") is None
-    assert entrance.refusal("POST", "/generate", "Bearer bob") is not None
+    assert door.refusal("POST", "/generate", "Bearer alice") is None
+    assert door.refusal("POST", "/generate", "Bearer bob") is not None
     assert b'key="bob"' not in generate_latest(registry)
 
 
@@ -179,4 +179,4 @@ async def test_files_are_looked_at_on_a_timer_and_at_once_on_sighup(tmp_path: Pa
 def test_a_file_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
     security = SecuritySection(api_keys_file=str(tmp_path / "none.toml"))
     with pytest.raises(ConfigError, match=r"none\.toml"):
-        Entrance(security, CollectorRegistry(), lambda: 0.0, (), ())
+        KeyDoor(security, CollectorRegistry(), lambda: 0.0, (), ())

@@ -23,7 +23,7 @@ _OUTCOMES: Final = ("admitted", "limited")
 
 
 @dataclass(slots=True)
-class Visit:
+class Entry:
     """One request that was let in, and whose key it came with."""
 
     name: str = ""
@@ -36,7 +36,7 @@ class Visit:
             quota.give()
 
 
-class Entrance:
+class KeyDoor:
     """`reloads` are to be watched for as long as it is in use."""
 
     def __init__(
@@ -89,30 +89,30 @@ class Entrance:
             self._count(quota, "limited")
         return error
 
-    def enter(self, authorization: str, tokens: int) -> Visit:
+    def enter(self, authorization: str, tokens: int) -> Entry:
         """A request is let in, under its key's limits, until it `leave`s.
 
         Raises RateLimited, or BadRequest for more tokens than the key ever has.
         """
         quota = self._ring.find(authorization) if self._is_closed else None
         if quota is None:  # no keys are asked for, or it was removed since
-            return Visit()
+            return Entry()
         try:
             quota.take(tokens, self._clock())
         except RateLimited:
             self._count(quota, "limited")
             raise
         self._count(quota, "admitted")
-        return Visit(quota.name, quota)
+        return Entry(quota.name, quota)
 
     @contextmanager
     def held(self, authorization: str, tokens: int) -> Iterator[str]:
         """The same for as long as the block runs; the key's name, for the log."""
-        visit = self.enter(authorization, tokens)
+        entry = self.enter(authorization, tokens)
         try:
-            yield visit.name
+            yield entry.name
         finally:
-            visit.leave()
+            entry.leave()
 
     def _count(self, quota: Quota, outcome: str) -> None:
         self._counts[quota.name, outcome].inc()
