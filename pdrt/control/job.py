@@ -26,6 +26,11 @@ class Job(Protocol):
         ...
 
     @property
+    def prompt(self) -> object:
+        """Text, ids or turns."""
+        ...
+
+    @property
     def prompt_weight(self) -> int:
         """Tokens that prefill computes, about."""
         ...
@@ -60,9 +65,13 @@ class OrderJob:
         return self.order.drawn
 
     @property
-    def prompt_weight(self) -> int:
+    def prompt(self) -> object:
         prompt = self.order.prompt
-        return weight_of(list(prompt.turns) if isinstance(prompt, Chat) else prompt)
+        return list(prompt.turns) if isinstance(prompt, Chat) else prompt
+
+    @property
+    def prompt_weight(self) -> int:
+        return weight_of(self.prompt)
 
     @property
     def answer_weight(self) -> int:
@@ -91,9 +100,13 @@ class PlainJob:
         return 1
 
     @property
-    def prompt_weight(self) -> int:
+    def prompt(self) -> object:
         names = ("prompt", "text", "input_ids", "messages")
-        return weight_of(next((self.fields[n] for n in names if n in self.fields), None))
+        return next((self.fields[n] for n in names if n in self.fields), None)
+
+    @property
+    def prompt_weight(self) -> int:
+        return weight_of(self.prompt)
 
     @property
     def answer_weight(self) -> int:

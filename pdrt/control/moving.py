@@ -7,7 +7,7 @@ reads what it would have read, and none of it twice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import structlog
@@ -16,6 +16,7 @@ from pdrt.control.fleet import Choice
 from pdrt.control.instances import Instance, Status
 from pdrt.control.legs import DecodeFailed, Event, Failure, Moved, Route, State, Stranded
 from pdrt.control.marks import DONE, MARK, Heard
+from pdrt.control.policy import Ask
 from pdrt.control.schema import Resumed
 from pdrt.control.ticket import Alarm, Ticket, Tools
 from pdrt.errors import BadMessage, PdrtError, PeerLost
@@ -139,7 +140,8 @@ class Mover:
 
     def _moved(self) -> Moved | None:
         try:
-            self.choice = self._pick()
+            room = self._tools.mint_room()
+            self.choice = self._pick(replace(self._ticket.ask, room=room))
         except PdrtError:
             return None
         assert self._lost is not None
@@ -151,16 +153,16 @@ class Mover:
             tokens=[len(told.ids) for told in self.resumed.choices],
             because=str(self._lost.failure.error),
         )
-        return Moved(self._tools.mint_room())
+        return Moved(room)
 
-    def _pick(self) -> Choice:
+    def _pick(self, ask: Ask) -> Choice:
         """Another one; or one that failed and has been heard of since. Raises PdrtError."""
         fleet, pinned = self._tools.fleet, self._ticket.pinned
         try:
-            return fleet.pick(pinned=pinned, without=self._tried.keys())
+            return fleet.pick(ask, pinned, self._tried.keys())
         except PdrtError:
             stale = [each for each, status in self._tried.items() if each.status is status]
-            return fleet.pick(pinned=pinned, without=stale)
+            return fleet.pick(ask, pinned, stale)
 
 
 def may_help(failure: Failure, *, is_refusal: bool) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import structlog
@@ -49,9 +50,10 @@ from pdrt.control.legs import (
 from pdrt.control.moving import Mover
 from pdrt.control.passon import DecodeLeg, Way
 from pdrt.control.schema import Leg as LegFields
+from pdrt.control.setbacks import Setback
 from pdrt.control.ticket import Alarm, Client, Ticket, Tools
 from pdrt.control.wire.client import Call
-from pdrt.errors import DeadlinePassed, PdrtError, TransferFailed, Unavailable
+from pdrt.errors import DeadlinePassed, Overloaded, PdrtError, TransferFailed, Unavailable
 
 MAX_TRIES: Final = 3
 TOKEN_SPARE_S: Final = 5.0
@@ -81,9 +83,12 @@ class Relay:
         ended: Callable[[Relay], None],
     ) -> None:
         self.ticket, self.choice = ticket, choice
-        self.route, self._first = begin(tools.mint_room(), alone=choice.prefill is None)
+        room = ticket.ask.room or tools.mint_room()
+        self.route, self._first = begin(room, alone=choice.prefill is None)
         self.first_byte_at: float | None = None
+        self.status = 0  # what the client was answered; 0 = nothing
         self.failure: Failure | None = None
+        self.setbacks: list[Setback] = []  # what failed on the way
         self._tools, self._client, self._ended = tools, client, ended
         created = int(tools.clocks.wall())
         self._merge = ticket.job.merge(ticket.request_id, created) if choice.prefill else None
@@ -165,6 +170,8 @@ class Relay:
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm = None
+        if self.route.state is State.SERVED:
+            self._tools.fleet.praise(self.choice)
         self._mover.cancel()
         self._cancel_prefill()
         self._cancel_decode()
@@ -196,6 +203,8 @@ class Relay:
             event = PrefillFailed(event.leg, Failure.of(lost))
         if not isinstance(event, PrefillFailed | DecodeFailed):
             return event
+        if self.route.is_current(event) and not self.route.is_over:
+            self._note_setback(event)
         if isinstance(event, DecodeFailed) and self.route.may_move(event):
             return self._mover.considered(event, self.route, self._culprit(event))
         if not (self.ticket.may_retry and self.route.may_replace(event)):
@@ -204,7 +213,7 @@ class Relay:
             return event
         try:
             replaced = self._replaced(event)
-        except Unavailable:
+        except (Unavailable, Overloaded):
             return event
         log.warning(
             "retried",
@@ -223,16 +232,21 @@ class Relay:
         if isinstance(event, PrefillFailed) and not self._tools.is_plain and is_kept:
             if pinned is not None:
                 raise Unavailable("the client wants this prefill instance")
-            self.choice = fleet.pick_prefill(self.choice.decode, self._tried)
+            self.choice = fleet.pick_prefill(self.choice.decode, self._tried, self.ticket.ask)
             return PrefillReplaced(event.leg)
-        choice = fleet.pick(pinned, self._tried)
+        room = self._tools.mint_room()
+        choice = fleet.pick(replace(self.ticket.ask, room=room), pinned, self._tried)
         if (choice.prefill is None) != (self.choice.prefill is None) and not self.choice.local:
             raise Unavailable("only an instance of another kind is left")
         self.choice = choice
         if choice.prefill is not None and self._merge is None:  # decode was to tell all of it
             self._merge = self.ticket.job.merge(self.ticket.request_id, self._created)
-        room = self._tools.mint_room()
         return InstanceReplaced(room) if choice.prefill is None else PairReplaced(room)
+
+    def _note_setback(self, event: PrefillFailed | DecodeFailed) -> None:
+        culprit, now = self._culprit(event), self._tools.clocks.clock()
+        self.setbacks.append(Setback(now, self.choice, culprit, event.failure))
+        self._tools.fleet.blame(culprit, event.failure)
 
     def _culprit(self, event: PrefillFailed | DecodeFailed) -> Instance:
         """Whom to avoid: decode also reports what its prefill side did."""
@@ -350,7 +364,7 @@ class Relay:
 
     def _start_answer(self) -> None:
         assert self._decode is not None, "it has answered"
-        self.first_byte_at = self._tools.clocks.clock()
+        self.first_byte_at, self.status = self._tools.clocks.clock(), self._decode.status
         self._decode.go(self._shown_path(), self._told, self._shown_room)
 
     @property

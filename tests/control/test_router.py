@@ -283,16 +283,6 @@ async def test_what_a_drain_does_not_see_end_is_cut_with_a_typed_error() -> None
         await seen.gone.wait()
 
 
-async def test_only_holders_of_the_cluster_key_may_ask_for_a_drain() -> None:
-    async with rig() as r:
-        async with r.session.post(r.url + "/admin/drain") as answer:
-            assert answer.status == 401
-        headers = {"authorization": f"Bearer {KEY.bearer()}"}
-        async with r.session.post(r.url + "/admin/drain", headers=headers) as answer:
-            assert answer.status == 200
-        assert r.router.drain_asked.is_set()
-
-
 async def test_plain_backends_get_the_clients_own_fields_and_a_meeting_place() -> None:
     """`policy.canary = false`: no token, no canary, bodies as they came."""
     async with rig(policy={"canary": False}) as r:
