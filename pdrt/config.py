@@ -23,7 +23,9 @@ from pdrt.settings import check as check
 Role = Literal["prefill", "decode", "hybrid"]
 NetworkName = Literal["tcp", "nixl", "mooncake", "memfabric"]
 TransportName = Literal["shm", NetworkName]
-PolicyName = Literal["round_robin", "least_loaded"]
+PolicyName = Literal[
+    "room", "round_robin", "least_loaded", "power_of_two", "consistent_hash", "prefix_aware"
+]
 Positive = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Duration = Annotated[float, Field(gt=0, le=86400)]
@@ -175,6 +177,7 @@ class TimeoutsSection(Section):
     heartbeat_timeout_s: Duration = 0.45
     lease_s: Duration = 10.0
     rebind_grace_s: Duration = 1.0
+    move_s: Duration = 1.5
     drain_s: Duration = 30.0
     quarantine_grace_s: Duration = 30.0
     connect_s: Duration = 2.0
@@ -227,12 +230,28 @@ class PortsSection(Section):
     decode: Port = 8100
     hybrid: Port = 8200
     bootstrap: Port = 18800
+    admin: Port = 18001  # the router's, for operators and for nodes that register
 
 
 class LogSection(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "console"] = "auto"
     step_every_s: Annotated[float, Field(ge=0)] = 1.0  # a status line at most this often while busy
+
+
+class RouterSection(Section):
+    """Routers that a leader registers with, as http://host:port of their admin listeners."""
+
+    urls: Strings = ()
+
+    @model_validator(mode="after")
+    def _are_urls(self) -> Self:
+        for url in self.urls:
+            if not re.fullmatch(r"https?://[^/\s]+:\d{1,5}/?", url):
+                raise ValueError(
+                    f"urls: {url!r}: want http://host:port of a router's admin listener"
+                )
+        return self
 
 
 class NodeConfig(Section):
@@ -245,6 +264,7 @@ class NodeConfig(Section):
     security: SecuritySection = SecuritySection()
     ports: PortsSection = PortsSection()
     log: LogSection = LogSection()
+    router: RouterSection = RouterSection()
 
 
 class Target(Section):
@@ -252,6 +272,7 @@ class Target(Section):
 
     http: str
     bootstrap: str = ""
+    model: str = ""  # of a backend that is not pdrt; pdrt instances say what they serve
 
 
 class PolicySection(Section):
@@ -259,6 +280,16 @@ class PolicySection(Section):
     decode: PolicyName = "least_loaded"
     canary: bool = True  # ready only when a pair has really served; false: not pdrt, no token
     max_in_flight: Positive = 4096  # beyond: 429
+    migrate: bool = True  # a stream whose decode instance dies goes on with another one ...
+    max_moves: Annotated[int, Field(ge=1, le=100)] = 3  # ... so many times at most
+    registration: bool = False  # instances may register themselves; then no targets need be listed
+    default_model: str = ""  # of requests that name none, where several are served
+
+
+class AdminSection(Section):
+    """The router's admin listener; its port is [ports] admin, its token the cluster's."""
+
+    host: str = ""  # empty: local_ip
 
 
 Targets = Annotated[tuple[Target, ...], Field(strict=False)]
@@ -270,6 +301,7 @@ class RouterConfig(Section):
     hybrid: Targets = ()
     local_ip: str = "127.0.0.1"
     policy: PolicySection = PolicySection()
+    admin: AdminSection = AdminSection()
     timeouts: TimeoutsSection = TimeoutsSection()
     security: SecuritySection = SecuritySection()
     ports: PortsSection = PortsSection()
@@ -277,10 +309,13 @@ class RouterConfig(Section):
 
     @model_validator(mode="after")
     def _has_targets(self) -> Self:
-        if bool(self.prefill) != bool(self.decode):
+        if bool(self.prefill) != bool(self.decode) and not self.policy.registration:
             raise ValueError("[[prefill]] and [[decode]] targets come together")
-        if not self.prefill and not self.hybrid:
-            raise ValueError("no targets: name [[prefill]] and [[decode]], or [[hybrid]]")
+        if not (self.prefill or self.decode or self.hybrid or self.policy.registration):
+            raise ValueError(
+                "no targets: name [[prefill]] and [[decode]], or [[hybrid]], or let instances"
+                " register themselves ([policy] registration = true)"
+            )
         leaders = [target.http for target in (*self.prefill, *self.decode, *self.hybrid)]
         if len(set(leaders)) < len(leaders):
             raise ValueError(f"a target stands twice in {', '.join(leaders)}")

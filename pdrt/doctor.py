@@ -102,6 +102,7 @@ def examine(
             needed = set() if role == "hybrid" else set(wanted(transfer))
             if conf is None and role is None:  # `pdrt up` is asked about, too
                 yield _port("router", node.parallel.local_ip, node.ports.router)
+                yield _port("admin", node.parallel.local_ip, node.ports.admin)
     except ConfigError as error:
         yield wrong(f"config: {error}", "correct the file or the PDRT_* variable named there")
     way = address if _is_here(address) else "127.0.0.1"
@@ -151,6 +152,7 @@ def _node(config: NodeConfig, role: Role | None, cache: Path) -> Iterator[Findin
 def _router(config: RouterConfig) -> Iterator[Finding]:
     yield from _address(config.local_ip)
     yield _port("router", config.local_ip, config.ports.router)
+    yield _port("admin", config.admin.host or config.local_ip, config.ports.admin)
     yield from _key(config.security, config.local_ip)
     for target in (*config.prefill, *config.decode, *config.hybrid):
         yield _peer(target.http)

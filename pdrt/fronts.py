@@ -23,9 +23,12 @@ from pdrt.control.grammarcheck import GrammarCheck
 from pdrt.control.heartbeat import Tell, Time
 from pdrt.control.leader import Leader, Limits
 from pdrt.control.leader_client import LeaderClient
+from pdrt.control.leases import Registration
+from pdrt.control.membership import Registrar
 from pdrt.control.nodes import Board, FarNode, Nodes
 from pdrt.control.nodes_http import add_routes
 from pdrt.control.parts import Condition, Handle, Parts, lanes
+from pdrt.control.router_client import RouterClient
 from pdrt.control.selftest import self_test
 from pdrt.control.shown import Shown
 from pdrt.control.sides import Side, make_side
@@ -108,6 +111,10 @@ class Front(Protocol):
         self, stack: AsyncExitStack, registry: CollectorRegistry, drain: Drain
     ) -> web.Application: ...
 
+    def bound(self, url: str, stack: AsyncExitStack) -> None:
+        """All addresses are taken; the API's is told."""
+        ...
+
     def actors(self) -> list[Coroutine[Any, Any, None]]: ...
 
 
@@ -119,6 +126,7 @@ class Lead:
         role, config, parallel = setting.role, setting.config, setting.config.parallel
         side = make_side(role, config, setting.disagg, setting.key, tell, setting.epoch)
         self._net: CurveContext | None = None
+        self._registrar: Registrar | None = None
         self._nodes = self._others(Time(time.monotonic))
         self._nodes.hear(told)
         self._board = Board(time.monotonic, parallel.dp)
@@ -126,7 +134,9 @@ class Lead:
             hire(rank) if grid.node_of(parallel, rank) == 0 else self._nodes.rank(rank)
             for rank in grid.all_ranks(parallel)
         ]
-        self._dispatcher = dispatcher = DPDispatcher(lanes(handles, side.told), time.monotonic)
+        self._dispatcher = dispatcher = DPDispatcher(
+            lanes(handles, side.told), time.monotonic, is_prefill=role == "prefill"
+        )
         self._nodes.is_idle = dispatcher.is_idle_on
         dp_ranks = sorted({handle.rank.dp for handle in handles})
         self.parts = Parts(
@@ -168,7 +178,12 @@ class Lead:
         config, spec = setting.config, setting.spec
         takes_prompts = parts.role == "decode" and config.scheduler.local_prefill
         shown = Shown(
-            parts, setting.model, spec.max_model_len, time.monotonic, takes_prompts=takes_prompts
+            parts,
+            setting.model,
+            spec.max_model_len,
+            time.monotonic,
+            takes_prompts,
+            config.scheduler.max_waiting,
         )
         return Leader(
             role=parts.role,
@@ -195,9 +210,31 @@ class Lead:
             api_keys=config.security.api_keys,
         )
 
+    def bound(self, url: str, stack: AsyncExitStack) -> None:
+        config, parts = self._setting.config, self.parts
+        if not config.router.urls:
+            return
+        session = ClientSession()
+        stack.push_async_callback(session.close)
+        client = RouterClient(session, self._setting.key, config.timeouts.connect_s)
+        host, port = parts.side.bootstrap or ("", 0)
+
+        def current() -> Registration:
+            return Registration(
+                role=parts.role,
+                http=url,
+                bootstrap=f"{bracketed(host)}:{port}" if host else "",
+                instance_epoch=parts.side.epoch,
+            )
+
+        urls, leaving = config.router.urls, parts.condition.leaving
+        self._registrar = Registrar(urls, client.register, leaving, current)
+        stack.push_async_callback(self._registrar.say_goodbye)
+
     def actors(self) -> list[Coroutine[Any, Any, None]]:
         nodes = [self._nodes.run(self._net)] if self._net is not None else []
-        return [*self.parts.side.actors(), *nodes]
+        registrar = [self._registrar.run()] if self._registrar is not None else []
+        return [*self.parts.side.actors(), *nodes, *registrar]
 
 
 class Led:
@@ -237,6 +274,8 @@ class Led:
             drain=drain,
         )
         return worker_node.make_app(shown)
+
+    def bound(self, url: str, stack: AsyncExitStack) -> None: ...
 
     def actors(self) -> list[Coroutine[Any, Any, None]]:
         return self.parts.side.actors()

@@ -119,6 +119,7 @@ class Node:
         if side.bootstrap is not None:
             told = {"bootstrap_port": side.bootstrap[1]}
             self._disagg = self._disagg.model_copy(update=told)
+        self._front.bound(url, stack)
         backend = setting.spec.backend
         self._log.info(
             "listening", url=url, role=setting.role, model=setting.model, backend=backend

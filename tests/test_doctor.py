@@ -33,7 +33,7 @@ from pdrt.doctor import (
 from pdrt.errors import TransferFailed
 
 ROOT = Path(__file__).parent.parent
-FREE = "[ports]\nrouter = 0\nprefill = 0\ndecode = 0\nhybrid = 0\nbootstrap = 0\n"
+FREE = "[ports]\nrouter = 0\nadmin = 0\nprefill = 0\ndecode = 0\nhybrid = 0\nbootstrap = 0\n"
 
 
 @pytest.fixture
@@ -230,6 +230,7 @@ def test_a_router_config_is_known_as_such_and_its_peers_are_called(
         http = "127.0.0.1:1"
         [ports]
         router = 0
+        admin = 0
         """
     there, gone = of(look(tmp_path, text), "peer")
     assert there.verdict is Verdict.FINE

@@ -34,7 +34,7 @@ FAKE = Path(__file__).with_name("fake_parts.py")
 ROOT = Path(__file__).parent.parent
 KEY_FILE = Path("/run/key")
 GIB = 1 << 30
-FREE = PortsSection(router=0, prefill=0, decode=0, hybrid=0, bootstrap=0)
+FREE = PortsSection(router=0, prefill=0, decode=0, hybrid=0, bootstrap=0, admin=0)
 
 
 def nine(_host: str) -> int:
@@ -453,7 +453,7 @@ def test_children_end_when_it_is_killed(tmp_path: Path) -> None:
         from pdrt.config import PortsSection
 
         async def main():
-            free = PortsSection(router=0, prefill=0, decode=0, bootstrap=0)
+            free = PortsSection(router=0, prefill=0, decode=0, bootstrap=0, admin=0)
             part = lay_out(Wanted(), free, Path("key"), Machine(cores=1, memory=1), free_port)[0]
             program = [sys.executable, {str(FAKE)!r}, "node", part.host, str(part.port)]
             child = await Child.start(part, program, Path({str(tmp_path / "log")!r}), {{}})

@@ -28,7 +28,7 @@ from pdrt.up.shell import Asked, Cluster, Patience
 
 T = TypeVar("T")
 Ask: TypeAlias = Callable[[str], Awaitable[T]]  # given the router's URL
-_FREE: Final = PortsSection(router=0, prefill=0, decode=0, hybrid=0, bootstrap=0)
+_FREE: Final = PortsSection(router=0, prefill=0, decode=0, hybrid=0, bootstrap=0, admin=0)
 _PREFIX: Final = "pdrt-bench-"
 # Both cores are full while prompts are computed: who is late to answer is not dead.
 _PATIENT: Final[dict[str, Value]] = {"heartbeat_s": 10.0, "heartbeat_timeout_s": 10.0}

@@ -51,7 +51,7 @@ def pdrt_router(
     known = TimeoutsSection.model_fields
     tables: Tables = {
         "policy": _plain(),
-        "ports": {"router": port},
+        "ports": {"router": port, "admin": 0},
         "timeouts": {name: value for name, value in timeouts.items() if name in known},
         "log": {"format": "json"},
     }

@@ -48,7 +48,7 @@ def prefix_keys(tokens: bytes, salt: str = "") -> list[bytes]:
     digest = hashlib.blake2b(tokens[:0], digest_size=16, salt=_salt(salt))
     keys: list[bytes] = []
     before = 0
-    for end in _ends(len(tokens)):
+    for end in ends(len(tokens)):
         digest.update(tokens[before:end])
         keys.append(digest.copy().digest())
         before = end
@@ -59,7 +59,8 @@ def _salt(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest() if text else b""
 
 
-def _ends(size: int) -> Iterator[int]:
+def ends(size: int) -> Iterator[int]:
+    """Where prefixes of so many bytes end."""
     end, step = _UNIT, _UNIT
     while end <= size:
         yield end

@@ -185,10 +185,15 @@ class DPDispatcher:
     """All rooms of one leader, on the dp ranks of its instance. Call `catch_up` on a timer."""
 
     def __init__(
-        self, links: Sequence[WorkerLink], clock: Callable[[], float], max_rooms: int = 65536
+        self,
+        links: Sequence[WorkerLink],
+        clock: Callable[[], float],
+        max_rooms: int = 65536,
+        *,
+        is_prefill: bool = False,
     ) -> None:
         self._lanes = {link.rank.dp: _Lane(link) for link in links}
-        self._clock, self._max_rooms = clock, max_rooms
+        self._clock, self._max_rooms, self._is_prefill = clock, max_rooms, is_prefill
         self._streams: dict[int, Stream] = {}  # by room, oldest first
         self._affinity = Affinity()
         self._most_rooms = 0
@@ -201,6 +206,15 @@ class DPDispatcher:
     def rooms(self) -> int:
         """How many are in flight."""
         return len(self._streams)
+
+    @property
+    def tokens(self) -> int:
+        """Of what is in flight; of answers the most that may follow, but none in prefill."""
+        return sum(lane.tokens for lane in self._lanes.values())
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._streams) >= self._max_rooms
 
     @property
     def is_idle(self) -> bool:
@@ -226,7 +240,7 @@ class DPDispatcher:
             raise self._refused(Draining("this instance is draining"))
         if older is not None and older.attempt >= submit.attempt:
             raise self._refused(Conflict(f"room {submit.room} is in flight already"))
-        if older is None and len(self._streams) >= self._max_rooms:
+        if older is None and self.is_full:
             raise self._refused(Overloaded(f"{len(self._streams)} requests are in flight"))
         keys = prefix_keys(submit.tokens, submit.salt) if len(self._lanes) > 1 else []
         lane = self._least(submit, keys) if dp_rank is None else self._lane(dp_rank)
@@ -234,6 +248,8 @@ class DPDispatcher:
             self._end(older, Conflict(f"attempt {submit.attempt} of this room took its place"))
         self._tell(lane, submit)
         stream = Stream(submit, lane.link.rank.dp, self._clock(), self._leave)
+        if self._is_prefill:
+            stream.weight = len(submit.tokens) // 4
         self._book(lane, stream)
         self._affinity.note(keys, stream.dp_rank)
         return stream

@@ -92,6 +92,22 @@ def load_of(workers: Sequence[Told]) -> Json:
     }
 
 
+_UNSERVED = ("bootstrap_queue", "prealloc_queue", "waiting_queue")
+
+
+def pressure_of(workers: Sequence[Told], max_waiting: int) -> Json:
+    """What routers weigh: tokens in the KV pools, and whether every rank's queue is full."""
+    heads = [worker for worker in workers if worker.ready and worker.rank.is_head]
+    sizes = [worker.ready.layout.block_size for worker in heads if worker.ready]
+    stats = [worker.stats for worker in heads]
+    waiting = [sum(s.queues.get(name, 0) for name in _UNSERVED) for s in stats]
+    return {
+        "kv_tokens": sum(s.blocks_used * b for s, b in zip(stats, sizes, strict=True)),
+        "pool_tokens": sum(s.blocks_total * b for s, b in zip(stats, sizes, strict=True)),
+        "is_full": bool(waiting) and min(waiting) >= max_waiting,
+    }
+
+
 @dataclass(slots=True, eq=False)
 class WorkerFigures(Collector):
     """Reads the workers' last words when Prometheus asks."""

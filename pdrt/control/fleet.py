@@ -3,24 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final
 
-from pdrt.config import PolicyName, RouterConfig
-from pdrt.control.instances import Instance, Probe, reasons, watch
+import structlog
+
+from pdrt.config import Role, RouterConfig, Target
+from pdrt.control.breaker import Circuit, FaultedTooOften, PauseOver, Served
+from pdrt.control.breaker import Faulted as InstanceFaulted
+from pdrt.control.breaker import feed as feed_breaker
+from pdrt.control.instances import ANY, Instance, Probe, reasons, watch
+from pdrt.control.legs import Failure
 from pdrt.control.order import Pin
-from pdrt.control.pairs import Faulted, Pair, Renewed, Trust, feed
-from pdrt.control.policy import Load, choose
-from pdrt.data.peer import Health
-from pdrt.errors import BadRequest, NoDecode, NoPrefill, PdrtError, Unavailable
+from pdrt.control.pairs import Faulted, Pair, Renewed, feed
+from pdrt.control.policy import Ask, Picked, choose, note_given
+from pdrt.control.prefixes import Prefixes
+from pdrt.control.views import Candidates, Excluded, View, any_grade, grade, set_scales, view_of
+from pdrt.errors import (
+    BadRequest,
+    Draining,
+    NoDecode,
+    NoPrefill,
+    NotFound,
+    Overloaded,
+    PdrtError,
+    Unavailable,
+)
 
-_GRADES: Final = {Trust.PASSED: 0, Trust.DOUBTFUL: 1, Trust.RETRYING: 1}
-Excluded = Collection[Instance]
-K = TypeVar("K")
+_MODELS: Final = 1024  # remembered of those that have gone
+
+log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes thrice as long to make, and requests wait
+class Because:
+    """Why these were chosen; told when somebody asks."""
+
+    ask: Ask
+    prefill: tuple[Candidates, Picked] | None = None
+    decode: tuple[Candidates, Picked] | None = None
+
+    def told(self) -> dict[str, object]:
+        sides = {"prefill": self.prefill, "decode": self.decode}
+        return {
+            name: side[1].told(side[0].names, self.ask)
+            for name, side in sides.items()
+            if side is not None
+        }
+
+
+@dataclass(slots=True)
 class Choice:
     """Who serves a request; `prefill` is None when a hybrid instance serves it alone."""
 
@@ -28,6 +63,10 @@ class Choice:
     decode: Instance
     dp_rank: int = 0
     fallback: str = ""  # why a hybrid serves although there are prefill instances
+    because: Because | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return " + ".join(each.name for each in (self.prefill, self.decode) if each)
 
 
 @dataclass(slots=True)
@@ -40,37 +79,112 @@ class Fleet:
     hybrid: tuple[Instance, ...] = ()
     pairs: tuple[Pair, ...] = ()
     news: asyncio.Event = field(default_factory=asyncio.Event)  # something differs from before
+    moved: asyncio.Event = field(default_factory=asyncio.Event)  # somebody came or left
     told: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
     turn: int = 0
+    leaving: set[Instance] = field(default_factory=set)  # no members, and with requests still
+    _views: dict[str, View] = field(default_factory=dict)  # empty: to be made anew
+    _gone: dict[str, None] = field(default_factory=dict)  # models that were served once
+    _prompted: Prefixes = field(default_factory=Prefixes)  # what prefill instances were sent
+    _decoded: Prefixes = field(default_factory=Prefixes)
 
     @staticmethod
     def of(config: RouterConfig) -> Fleet:
         fleet = Fleet(config)
-        fleet.prefill = tuple(Instance("prefill", each, fleet) for each in config.prefill)
-        fleet.decode = tuple(Instance("decode", each, fleet) for each in config.decode)
-        fleet.hybrid = tuple(Instance("hybrid", each, fleet) for each in config.hybrid)
-        fleet.pairs = (
-            *(Pair(prefill, decode) for prefill in fleet.prefill for decode in fleet.decode),
-            *(Pair(None, hybrid) for hybrid in fleet.hybrid),
+        listed: tuple[tuple[Role, Sequence[Target]], ...] = (
+            ("prefill", config.prefill),
+            ("decode", config.decode),
+            ("hybrid", config.hybrid),
         )
+        for role, targets in listed:
+            for target in targets:
+                fleet.join(role, target)
         return fleet
 
     @property
     def instances(self) -> Sequence[Instance]:
         return (*self.prefill, *self.decode, *self.hybrid)
 
+    # Members.
+
+    def join(self, role: Role, target: Target) -> Instance:
+        """A new member, not heard of yet. Raises ConfigError for a bad address."""
+        new = Instance(role, target, self)
+        new.load.given = max((e.load.given for e in self._side(role)), default=0)  # no flood for it
+        self._set(role, (*self._side(role), new))
+        return new
+
+    def leave(self, instance: Instance) -> None:
+        """It gets nothing new; what it carries goes on, and it is watched until that has ended."""
+        self._set(instance.role, tuple(e for e in self._side(instance.role) if e is not instance))
+        self._forget_prefixes(instance)
+        if instance.load.requests:
+            self.leaving.add(instance)
+        if instance.model:
+            self._gone[instance.model] = None
+        while len(self._gone) > _MODELS:
+            del self._gone[next(iter(self._gone))]
+        self.changed()
+
+    def _side(self, role: Role) -> tuple[Instance, ...]:
+        return {"prefill": self.prefill, "decode": self.decode, "hybrid": self.hybrid}[role]
+
+    def _set(self, role: Role, members: tuple[Instance, ...]) -> None:
+        match role:
+            case "prefill":
+                self.prefill = members
+            case "decode":
+                self.decode = members
+            case "hybrid":
+                self.hybrid = members
+        self._pair_up()
+        self.moved.set()
+
+    def _pair_up(self) -> None:
+        """A pair for each two that may serve the same model; known ones stay what they are."""
+        known = {(pair.prefill, pair.decode): pair for pair in self.pairs}
+        wanted: list[tuple[Instance | None, Instance]] = [
+            (prefill, decode)
+            for prefill in self.prefill
+            for decode in self.decode
+            if prefill.model == decode.model or not (prefill.model and decode.model)
+        ]
+        wanted += [(None, hybrid) for hybrid in self.hybrid]
+        self.pairs = tuple(known.get(two) or Pair(*two, self._stale) for two in wanted)
+        self._stale()
+
     async def run(self, probe: Probe) -> None:
-        """Watch every instance. Cancel the task to stop."""
-        timeouts = self.config.timeouts
+        """Watch every instance, also those that come later. Cancel the task to stop."""
+        watched: dict[Instance, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
-            for each in self.instances:
-                tasks.create_task(
-                    watch(each, probe, timeouts.heartbeat_s, timeouts.heartbeat_timeout_s)
-                )
+            while True:
+                self.moved.clear()
+                self.leaving = {each for each in self.leaving if each.load.requests}
+                wanted = {*self.instances, *self.leaving}
+                for each in watched.keys() - wanted:
+                    watched.pop(each).cancel()
+                for each in self.instances:
+                    if each not in watched:
+                        watched[each] = tasks.create_task(self._watch(each, probe))
+                await self._until_next()
+
+    async def _until_next(self) -> None:
+        """Somebody has come or left, or a circuit's pause is over."""
+        pauses = [e.breaker.until for e in self.instances if e.breaker.state is Circuit.OPEN]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, min(pauses) - self.clock()) if pauses else None):
+                await self.moved.wait()
+        self.end_pauses()
+
+    async def _watch(self, instance: Instance, probe: Probe) -> None:
+        timeouts = self.config.timeouts
+        await watch(instance, probe, timeouts.heartbeat_s, timeouts.heartbeat_timeout_s)
 
     # What instances tell.
 
     def renewed(self, instance: Instance) -> None:
+        self._forget_prefixes(instance)
         for pair in self._pairs_of(instance):
             if instance.is_known:
                 pair.reason = f"{instance.name} was lost or restarted"
@@ -86,8 +200,68 @@ class Fleet:
         self.changed()
 
     def changed(self) -> None:
+        self._stale()
         self.news.set()
         self.told()
+
+    def serves(self, _instance: Instance) -> None:
+        """It said that it serves another model than before: it belongs to other pairs."""
+        self._pair_up()
+
+    def rested(self, instance: Instance) -> None:
+        """Its last request has ended."""
+        if instance in self.leaving:
+            self.moved.set()
+
+    # What requests tell.
+
+    def blame(self, instance: Instance, failure: Failure) -> None:
+        """It failed a request. Whether that is held against it, its circuit breaker decides."""
+        if not is_fault(failure):
+            return
+        too_often = instance.breaker.fills and self._has_others(instance)
+        kind = FaultedTooOften if too_often else InstanceFaulted
+        if feed_breaker(instance.breaker, kind(self.clock())):
+            self._circuit_moved(instance, str(failure.error))
+
+    def praise(self, choice: Choice) -> None:
+        """These have served a request."""
+        for each in (choice.prefill, choice.decode):
+            is_blamed = each is not None and each.breaker.faults
+            if each is not None and is_blamed and feed_breaker(each.breaker, Served()):
+                self._circuit_moved(each, "a request has gone well")
+
+    def end_pauses(self) -> None:
+        """Canaries for those whose pause is over, or who are the last ones left."""
+        now = self.clock()
+        for each in self.instances:
+            is_open = each.breaker.state is Circuit.OPEN
+            if is_open and (now >= each.breaker.until or not self._has_others(each)):
+                feed_breaker(each.breaker, PauseOver())
+                self._circuit_moved(each, "its pause is over")
+
+    def _has_others(self, instance: Instance) -> bool:
+        """Whether somebody else could take its work: the last one is not left alone."""
+        side = self._side(instance.role)
+        return any(e.is_routable and e.model == instance.model for e in side if e is not instance)
+
+    def _circuit_moved(self, instance: Instance, reason: str) -> None:
+        state = instance.breaker.state
+        tell = log.warning if state is Circuit.OPEN else log.info
+        tell("circuit", name=instance.name, state=str(state), reason=reason[:300])
+        if state is Circuit.OPEN:
+            for pair in self._pairs_of(instance):
+                pair.reason = instance.why_not
+                feed(pair, Renewed())
+            self.moved.set()
+        self.changed()
+
+    def _stale(self) -> None:
+        self._views.clear()
+
+    def _forget_prefixes(self, instance: Instance) -> None:
+        held = self._prompted if instance.role == "prefill" else self._decoded
+        instance.leave_seats(held)
 
     def _pairs_of(self, instance: Instance) -> Iterable[Pair]:
         return (pair for pair in self.pairs if instance in pair.members)
@@ -100,7 +274,7 @@ class Fleet:
         return any(pair.is_routable and self._grade(pair) == 0 for pair in self.pairs)
 
     def why_not_ready(self) -> str:
-        return "" if self.is_ready else str(self._nobody(()))
+        return "" if self.is_ready else str(self._nobody())
 
     def pinned(self, pin: Pin) -> Instance:
         """The prefill instance that a client names. Raises BadRequest for any other address."""
@@ -111,80 +285,161 @@ class Fleet:
             f"bootstrap_host, bootstrap_port: {pin.host}:{pin.port} is no registered prefill"
         )
 
-    def pick(self, pinned: Instance | None = None, without: Excluded = ()) -> Choice:
-        """Who serves the next request. Raises NoPrefill, NoDecode or Unavailable."""
-        usable = self._usable(without)
-        split = [p for p in usable if p.prefill is not None and pinned in (None, p.prefill)]
-        if split:
-            split = self._best(split)
-            prefill = self._least(self._prefill_policy, (p.prefill for p in split if p.prefill))
-            decode = self._least(
-                self._decode_policy, (p.decode for p in split if p.prefill is prefill)
-            )
-            return self._choice(prefill, decode)
-        alone = [p for p in usable if p.prefill is None]
-        if alone and pinned is None:
-            hybrid = self._least(self._decode_policy, (p.decode for p in self._best(alone)))
-            return self._choice(None, hybrid)
-        raise self._nobody(without, pinned)
+    @property
+    def models(self) -> Sequence[str]:
+        return sorted({each.model for each in self.instances if each.model})
 
-    def pick_prefill(self, decode: Instance, without: Excluded) -> Choice:
+    def pick(
+        self, ask: Ask = ANY, pinned: Instance | None = None, without: Excluded = ()
+    ) -> Choice:
+        """Who serves the next request.
+
+        Raises NoPrefill, NoDecode, Unavailable, Overloaded; NotFound or BadRequest for its model.
+        """
+        view = self._views.get(ask.model) or self._view(ask.model)
+        if pinned is not None or without:
+            view = view_of(view.model, self._pairs_for(view.model), self._grade, without, pinned)
+        if view.prefill.instances:
+            return self._split(view, ask)
+        if view.alone.instances and pinned is None:
+            return self._alone(view, ask, self._why_alone(view))
+        if view.is_full:
+            raise Overloaded(f"every instance{_of(view.model)} is full")
+        raise self._nobody(view.model, without, pinned)
+
+    def pick_prefill(self, decode: Instance, without: Excluded, ask: Ask = ANY) -> Choice:
         """Another prefill instance for this decode instance. Raises NoPrefill."""
-        usable = [p for p in self._usable(without) if p.prefill and p.decode is decode]
-        if not usable:
+        pairs = (pair for pair in self.pairs if pair.decode is decode and pair.prefill)
+        view = view_of(decode.model, pairs, self._grade, without)
+        if not view.prefill.instances:
             raise NoPrefill(f"no other healthy prefill instance: {reasons(self.prefill)}")
-        found = (p.prefill for p in self._best(usable) if p.prefill)
-        return self._choice(self._least(self._prefill_policy, found), decode)
+        return self._split(view, ask)
 
-    def _choice(self, prefill: Instance | None, decode: Instance) -> Choice:
-        self.turn += 1
-        if prefill is not None:
-            return Choice(prefill, decode, prefill.choose_rank(self._prefill_policy))
-        why = self._nobody(()).code if self.prefill else ""
-        return Choice(None, decode, fallback=why)
+    def _split(self, view: View, ask: Ask) -> Choice:
+        policy, self.turn = self.config.policy, self.turn + 1
+        first = choose(policy.prefill, view.prefill.loads, ask, self._prompted)
+        prefill = view.prefill.instances[first.at]
+        found = view.decode[prefill]
+        second = choose(policy.decode, found.loads, ask, self._decoded)
+        decode = found.instances[second.at]
+        if prefill.model != decode.model and prefill.model and decode.model:
+            log.error("cross_model_pick", prefill=repr(prefill), decode=repr(decode))
+            raise PdrtError("two models met in one choice; see the log")
+        rank = prefill.choose_rank(policy.prefill, ask, self._prompted)
+        if policy.prefill == "prefix_aware":
+            self._prompted.note(ask.keys, prefill.seat(self._prompted, rank))
+            note_given(view.prefill.loads, first.at, ask.weight)
+        if policy.decode == "prefix_aware":
+            self._decoded.note(ask.keys, decode.seat(self._decoded, 0))
+            note_given(found.loads, second.at, ask.weight)
+        because = Because(ask, (view.prefill, first), (found, second))
+        return Choice(prefill, decode, rank, "", because)
 
-    def _usable(self, without: Excluded) -> list[Pair]:
-        return [
-            pair
-            for pair in self.pairs
-            if self._grade(pair) is not None
-            and pair.is_routable
-            and not any(each in without for each in pair.members)
-        ]
+    def _alone(self, view: View, ask: Ask, why: str) -> Choice:
+        policy, self.turn = self.config.policy.decode, self.turn + 1
+        picked = choose(policy, view.alone.loads, ask, self._decoded)
+        hybrid = view.alone.instances[picked.at]
+        if policy == "prefix_aware":
+            self._decoded.note(ask.keys, hybrid.seat(self._decoded, 0))
+            note_given(view.alone.loads, picked.at, ask.weight)
+        return Choice(None, hybrid, 0, why, Because(ask, None, (view.alone, picked)))
+
+    def _why_alone(self, view: View) -> str:
+        """What keeps the prefill instances of this model from serving, if there are any."""
+        if view.is_split_full:
+            return Overloaded.code
+        has_prefill = any(each.model in (view.model, "") for each in self.prefill)
+        return self._nobody(view.model).code if has_prefill else ""
+
+    # Models.
+
+    def told_models(self) -> list[dict[str, object]]:
+        """For /v1/models; a length that differs is told as the least that holds everywhere."""
+        told: list[dict[str, object]] = []
+        for name in self.models:
+            lengths = [
+                each.status.max_model_len
+                for each in self.instances
+                if each.status and each.model == name and each.status.max_model_len
+            ]
+            model: dict[str, object] = {"id": name, "object": "model", "created": 0}
+            model |= {"owned_by": "pdrt"}
+            told.append(model | ({"max_model_len": min(lengths)} if lengths else {}))
+        return told
+
+    def _view(self, model: str) -> View:
+        """Those who serve the model. Raises NotFound, BadRequest or Unavailable."""
+        name = self._meant(model)
+        view = self._views.get(name)
+        if view is None:
+            set_scales(each for each in (*self.decode, *self.hybrid) if each.model == name)
+            view = view_of(name, self._pairs_for(name), self._grade)
+            self._views[name] = view
+        if model in ("", name):
+            self._views[model] = view
+        return view
+
+    def _meant(self, model: str) -> str:
+        """Whose model a client means; "" while nobody has said what is served."""
+        served = self.models
+        if model in served or (not model and len(served) <= 1):
+            return model or "".join(served)
+        if not model:
+            default = self.config.policy.default_model
+            if default in served or default in self._gone:
+                return default
+            raise BadRequest(f"model: several are served; name one of {', '.join(served)}")
+        if any(not each.model for each in self.instances):
+            return "" if not self.config.policy.canary or not served else self._unheard(model)
+        if model in self._gone:
+            return model
+        raise NotFound(f"model {model!r} is not served here; {listed(served)}")
+
+    def _unheard(self, model: str) -> str:
+        """Raises Unavailable."""
+        silent = [each for each in self.instances if not each.model]
+        raise Unavailable(f"nobody serves {model!r} yet, and {reasons(silent)}")
+
+    def _pairs_for(self, model: str) -> Iterable[Pair]:
+        return (pair for pair in self.pairs if pair.decode.model == model)
 
     def _grade(self, pair: Pair) -> int | None:
-        """0 = has served since its last fault, 1 = may serve, None = must not be used."""
-        return _GRADES.get(pair.trust) if self.config.policy.canary else 0
+        return grade(pair) if self.config.policy.canary else any_grade(pair)
 
-    def _best(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """Those of the best grade; a suspect instance is only for want of others."""
-
-        def order(pair: Pair) -> tuple[bool, int]:
-            suspect = any(each.health is not Health.ALIVE for each in pair.members)
-            return suspect, self._grade(pair) or 0
-
-        best = min(map(order, pairs))
-        return [pair for pair in pairs if order(pair) == best]
-
-    @property
-    def _prefill_policy(self) -> PolicyName:
-        return self.config.policy.prefill
-
-    @property
-    def _decode_policy(self) -> PolicyName:
-        return self.config.policy.decode
-
-    def _least(self, policy: PolicyName, candidates: Iterable[Instance]) -> Instance:
-        loads: dict[Instance, Load] = {each: each.load for each in candidates}
-        return choose(policy, loads)
-
-    def _nobody(self, without: Excluded, pinned: Instance | None = None) -> PdrtError:
+    def _nobody(
+        self, model: str = "", without: Excluded = (), pinned: Instance | None = None
+    ) -> PdrtError:
         """The error that says what is missing."""
-        prefill = self.prefill if pinned is None else (pinned,)
-        if self.prefill and not any(e.is_routable and e not in without for e in prefill):
-            return NoPrefill(f"no healthy prefill instance: {reasons(prefill)}")
-        sides = self.decode or self.hybrid
+        is_one_of_several = bool(model) and (len(self.models) > 1 or model in self._gone)
+        named = _of(model) if is_one_of_several else ""
+        models = (model, "") if is_one_of_several else ("", *self.models)
+        prefill, decode, hybrid = (
+            [each for each in side if each.model in models]
+            for side in (self.prefill, self.decode, self.hybrid)
+        )
+        prefill = prefill if pinned is None else [pinned]
+        if prefill and not any(e.is_routable and e not in without for e in prefill):
+            return NoPrefill(f"no healthy prefill instance{named}: {reasons(prefill)}")
+        sides = decode or hybrid
         if not any(e.is_routable and e not in without for e in sides):
-            return NoDecode(f"no healthy decode instance: {reasons(sides)}")
+            return NoDecode(f"no healthy decode instance{named}: {reasons(sides)}")
         untried = (f"{p.name}: {p.reason}" for p in self.pairs if p.is_routable)
         return Unavailable(f"no pair has passed its canary yet: {'; '.join(untried)}"[:1000])
+
+
+def is_fault(failure: Failure) -> bool:
+    """Something went wrong there; to be full, to drain or to run out of time is no fault."""
+    error, status = failure.error, failure.status
+    return status >= 500 and status != 504 and not isinstance(error, Draining | Overloaded)
+
+
+def _of(model: str) -> str:
+    return f" of model {model!r}" if model else ""
+
+
+def listed(models: Sequence[str]) -> str:
+    return (
+        f"{', '.join(map(repr, models))} {'is' if len(models) == 1 else 'are'}"
+        if models
+        else ("nothing is yet")
+    )

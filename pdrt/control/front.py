@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
 import structlog
@@ -20,12 +20,17 @@ from pdrt.control.askany import ask_any
 from pdrt.control.batched import carry_batch
 from pdrt.control.canary import try_pairs
 from pdrt.control.claims import claim, release
-from pdrt.control.fleet import Fleet
+from pdrt.control.door import Door
+from pdrt.control.fleet import Fleet, listed
 from pdrt.control.http import Json, is_api_key
 from pdrt.control.job import Job, OrderJob, PlainJob
+from pdrt.control.leases import Leases
+from pdrt.control.ledger import Ledger
 from pdrt.control.order import Order
+from pdrt.control.policy import Ask
 from pdrt.control.relay import Relay
 from pdrt.control.routermetrics import RouterMetrics
+from pdrt.control.session import session_of
 from pdrt.control.ticket import Client, Clocks, Ticket, Tools
 from pdrt.control.upstream import Upstream
 from pdrt.control.wire.client import Client as HttpClient
@@ -66,6 +71,7 @@ class _Read:
     """A client's body, understood."""
 
     job: Job
+    ask: Ask
     client_room: int | None
     pin: order.Pin | None
     timeout_s: float | None
@@ -86,18 +92,26 @@ class Router:
     watching: asyncio.Task[None] | None = None
     relays: set[Relay] = field(default_factory=set)
     batches: set[asyncio.Task[None]] = field(default_factory=set)
+    ledger: Ledger = field(init=False)
+    door: Door = field(init=False)
     rooms: set[int] = field(default_factory=set)  # idempotency keys of requests in flight
     draining: bool = False
     admitted: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     drain_asked: asyncio.Event = field(default_factory=asyncio.Event)
     said_ready: bool = False
+    admin_url: str = ""  # of the admin listener, once there is one
     routes: Routes = field(default_factory=Routes)
     gate: Gate = lambda _request: None
     more_lines: Callable[[Request], bytes] = no_more_lines  # of the head of every answer
 
     def __post_init__(self) -> None:
         self.gate = api_keys_gate(self.config.security.api_keys)
+        clock, wall = self.clocks.clock, self.clocks.wall
+        self.ledger = Ledger(lambda at: wall() - (clock() - at))
+        leases, is_open = Leases(self.config.timeouts.lease_s), self.config.policy.registration
+        self.door = Door(self.fleet, leases, clock, is_open)
+        self.fleet.clock = clock
 
     # Life.
 
@@ -113,6 +127,8 @@ class Router:
             mint_room=self.mint_room,
             clocks=self.clocks,
             rebind_grace_s=timeouts.rebind_grace_s,
+            max_moves=self.config.policy.max_moves if self.config.policy.migrate else 0,
+            move_s=timeouts.move_s,
         )
         self.fleet.told = self._tell
         self.watching = asyncio.create_task(self._watch(self.tools))
@@ -129,6 +145,7 @@ class Router:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.fleet.run(probe))
+                tasks.create_task(self.door.run())
                 if self.config.policy.canary:
                     tasks.create_task(try_pairs(tools, self.config.timeouts.heartbeat_s))
         except Exception:
@@ -206,6 +223,7 @@ class Router:
             deadline=started + (read.timeout_s or self.config.timeouts.request_s),
             client_room=read.client_room,
             pinned=self.fleet.pinned(read.pin) if read.pin else None,
+            ask=read.ask,
         )
         claim(self.rooms, read.client_room)
         try:
@@ -233,15 +251,18 @@ class Router:
                     exchange.fail()
             self._account(relay, started)
 
-        relay = Relay(ticket, self.fleet.pick(ticket.pinned), self.tools, client, ended)
+        choice = self.fleet.pick(ticket.ask, ticket.pinned)
+        relay = Relay(ticket, choice, self.tools, client, ended)
         self.relays.add(relay)
+        self.ledger.begin(relay, started)
         return relay
 
     def _serve_batch(
         self, exchange: Exchange, batch: Order, ticket: Ticket, started: float
     ) -> None:
         def begin(each: Ticket, client: Client) -> Relay:
-            relay = self._begin(each, client, started)
+            own = replace(each, ask=self._ask_of_part(each.ask, each.job))
+            relay = self._begin(own, client, started)
             relay.start()
             return relay
 
@@ -259,17 +280,36 @@ class Router:
         self.batches.add(exchange.task)
         exchange.task.add_done_callback(self.batches.discard)
 
+    def _ask_of_part(self, whole: Ask, job: Job) -> Ask:
+        """Each prompt of a batch is chosen for by itself, in a room of its own."""
+        return Ask(
+            whole.model,
+            self.mint_room(),
+            job.prompt,
+            job.prompt_weight,
+            whole.session,
+            whole.session_from,
+            whole.salt,
+        )
+
     def _read(self, request: Request) -> _Read:
         body = request.json()
+        session, session_from = session_of(request.header, body)
+        ask = Ask(room=self.mint_room(), session=session, session_from=session_from)
         if self.key is None:
             plain = PlainJob(body)
-            return _Read(plain, None, plain.pin, None)
+            named = body.get("model")
+            ask.model = named if isinstance(named, str) else ""
+            ask.prompt, ask.weight = plain.prompt, plain.prompt_weight
+            return _Read(plain, ask, None, plain.pin, None)
         found = order.parse(order.PATHS[request.path], body)
         if found.request_id:
             request.id = found.request_id
         job = OrderJob(found, seed=secrets.randbits(63))
+        ask.model, ask.salt = found.model or "", found.salt
+        ask.prompt, ask.weight = job.prompt, job.prompt_weight
         batch = found if found.prompts else None
-        return _Read(job, found.client_room, found.pin, found.timeout_s, batch)
+        return _Read(job, ask, found.client_room, found.pin, found.timeout_s, batch)
 
     def _look_idle(self) -> None:
         if self.draining and not self.admitted:
@@ -277,10 +317,13 @@ class Router:
 
     def _account(self, relay: Relay, started: float) -> None:
         now = self.clocks.clock()
+        self.ledger.end(relay, now)
         self.metrics.duration.observe(now - started)
         if relay.first_byte_at is not None:
             self.metrics.first_byte.observe(relay.first_byte_at - started)
         self.metrics.retries.inc(relay.route.tries)
+        if relay.route.moves:
+            self.metrics.moved.inc(relay.route.moves)
         failure = relay.failure
         tell = log.warning if failure else log.info
         tell(
@@ -329,10 +372,14 @@ class Router:
         }
 
     async def models(self, _request: Request) -> Reply:
-        said = [each.status for each in self.fleet.instances if each.status]
-        names = sorted({status.model for status in said if status.model})
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "pdrt"} for name in names]
-        return Reply.json({"object": "list", "data": data})
+        return Reply.json({"object": "list", "data": self.fleet.told_models()})
+
+    async def model(self, request: Request) -> Reply:
+        named = "/".join(request.params.values())  # a model's name may have an owner's before it
+        for told in self.fleet.told_models():
+            if told["id"] == named:
+                return Reply.json(told)
+        raise NotFound(f"model {named!r} is not served here; {listed(self.fleet.models)}")
 
     async def ask_any(self, request: Request) -> Reply:
         """What needs a tokenizer, which only leaders have."""
@@ -343,17 +390,19 @@ class Router:
     async def metrics_text(self, _request: Request) -> Reply:
         self.metrics.in_flight.set(self.admitted)
         self.metrics.ready.set(self.fleet.is_ready and not self.draining)
+        self.metrics.instance_up.clear()  # who has left must not be told of any more
+        self.metrics.instance_requests.clear()
         for each in self.fleet.instances:
             self.metrics.instance_up.labels(each.name).set(each.is_routable)
             self.metrics.instance_requests.labels(each.name).set(each.load.requests)
         return Reply.metrics(self.metrics.registry)
 
-    async def ask_drain(self, request: Request) -> Reply:
-        """POST /admin/drain: like SIGTERM, for those who hold the cluster key."""
-        if self.key is None:
-            raise NotFound("there is no cluster key, so nobody may do this over HTTP")
-        if not self.key.is_bearer(request.header("authorization")):
-            raise Unauthorized("the cluster's bearer token is missing or wrong")
+    def ask_to_drain(self) -> None:
+        """Like SIGTERM."""
         self.draining = True
         self.drain_asked.set()
-        return Reply.json({"status": "draining", "in_flight": self.admitted})
+
+    async def drain_moved(self, _request: Request) -> Reply:
+        raise NotFound(
+            f"POST /admin/drain is on the admin listener: {self.admin_url or 'none here'}"
+        )

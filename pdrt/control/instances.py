@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import field
 from typing import Final, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
@@ -16,11 +17,24 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from pdrt.config import PolicyName, Role, Target
-from pdrt.control.policy import Load, choose
+from pdrt.control.breaker import Breaker, Circuit, Renewed
+from pdrt.control.breaker import feed as feed_breaker
+from pdrt.control.policy import Ask, Load, choose, mark_of
+from pdrt.control.prefixes import Prefixes
 from pdrt.data.peer import Beat, Died, Event, Health, Miss, feed
 from pdrt.errors import BadMessage, ConfigError, PdrtError, PeerLost
 
 log = structlog.get_logger(__name__)
+
+
+@checked(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="ignore"))
+class Told:
+    """What a leader carries, all its routers' requests together."""
+
+    tokens: int = 0  # of the requests in hand: prompts, and in decode what may follow them
+    kv_tokens: int = 0  # that its KV pools hold for requests
+    pool_tokens: int = 0  # that they could hold; 0: not known
+    is_full: bool = False  # one more request would be refused with 429
 
 
 @checked(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="ignore"))
@@ -35,6 +49,8 @@ class Status:
     bootstrap_port: int | None = None
     ready_ranks: tuple[int, ...] = (0,)
     last_fault_at: float | None = None
+    max_model_len: int = 0
+    load: Told = field(default_factory=Told, compare=False)  # it changes all the time
 
     @property
     def is_ready(self) -> bool:
@@ -42,6 +58,9 @@ class Status:
 
 
 _STATUS: Final = TypeAdapter(Status)
+FULL_LOOK_S: Final = 0.1  # a full instance has room again at any moment
+ANY: Final = Ask()
+NOTHING: Final = Prefixes(0)
 
 
 def read_status(body: object) -> Status:
@@ -65,6 +84,14 @@ class Listener(Protocol):
 
     def changed(self) -> None:
         """Health or status differ from before."""
+        ...
+
+    def serves(self, instance: Instance) -> None:
+        """It serves another model than it said before."""
+        ...
+
+    def rested(self, instance: Instance) -> None:
+        """Its last request has ended."""
         ...
 
 
@@ -93,13 +120,19 @@ class Instance:
     def __init__(self, role: Role, target: Target, listener: Listener) -> None:
         self.role: Role = role
         self._listener = listener
-        self.url, where = base_url(target.http)
+        self.url, self.where = base_url(target.http)
+        where = self.where
         self.name = f"{role} {where}"
         self.health = Health.UNKNOWN
         self.status: Status | None = None
         self.reason = "not heard of yet"
         self.is_known = False  # it has answered once
-        self.load = Load()
+        self.model = target.model  # what it said last that it serves
+        self.load = Load(mark=mark_of(where))
+        self.breaker = Breaker()
+        self.is_drained = False  # an operator wants nothing new there
+        self._is_leaving = False  # it said so, and has not been heard since
+        self.is_full = False  # it said so, or refused for it, since its last beat
         self.nudged = asyncio.Event()  # look again now
         self.signs = 0  # of life: rises with every piece of an answer
         self._bootstrap = _host_port(target.bootstrap or where)
@@ -112,13 +145,18 @@ class Instance:
     @property
     def is_routable(self) -> bool:
         alive = self.health in (Health.ALIVE, Health.SUSPECT)
-        return alive and self.status is not None and self.status.is_ready
+        wanted = not (self.is_drained or self._is_leaving or self.breaker.state is Circuit.OPEN)
+        return alive and wanted and self.status is not None and self.status.is_ready
 
     @property
     def why_not(self) -> str:
         """What keeps it from taking requests, or nothing."""
         if self.is_routable:
             return ""
+        if self.is_drained or self._is_leaving:
+            return f"{self.name} is {'drained' if self.is_drained else 'leaving'}"
+        if self.breaker.state is Circuit.OPEN:
+            return f"{self.name} is left alone for a while: {self.breaker.faults} faults in a row"
         if self.health is Health.ALIVE and self.status is not None:
             return f"{self.name} is {self.status.state}"
         return f"{self.name} is {self.health}: {self.reason}"
@@ -131,9 +169,27 @@ class Instance:
             return said.bootstrap_host, said.bootstrap_port
         return self._bootstrap
 
-    def choose_rank(self, policy: PolicyName) -> int:
+    def choose_rank(self, policy: PolicyName, ask: Ask = ANY, held: Prefixes = NOTHING) -> int:
         ready = self.status.ready_ranks if self.status else (0,)
-        return choose(policy, {rank: self._rank(rank) for rank in ready})
+        if len(ready) == 1 and policy != "prefix_aware":
+            return ready[0]
+        return ready[choose(policy, [self._rank(rank) for rank in ready], ask, held).at]
+
+    def seat(self, held: Prefixes, rank: int) -> int:
+        """The bit that stands for a rank of its present life in the index of prefixes."""
+        load = self._rank(rank)
+        if not load.seats:
+            load.seats = held.take_seat()
+            self.load.seats |= load.seats
+        return load.seats
+
+    def leave_seats(self, held: Prefixes) -> None:
+        """What its caches held is gone."""
+        self.load.seats = 0
+        for load in self._ranks.values():
+            if load.seats:
+                held.give_seat(load.seats)
+                load.seats = 0
 
     def hold(
         self, tokens: int, dp_rank: int, turn: int, on_lost: Callable[[PdrtError], None]
@@ -150,16 +206,43 @@ class Instance:
         self._holds.discard(hold)
         for load in (self.load, self._rank(hold.dp_rank)):
             load.give(tokens)
+        if not self._holds:
+            self._listener.rested(self)
 
     def heard(self, status: Status) -> None:
         """It answered. A new epoch is a new peer: what the old one carried is lost."""
         before, self.status, self.is_known = self.status, status, True
+        if status.model and status.model != self.model:
+            self.model = status.model
+            self._listener.serves(self)
+        said, was_full = status.load, self.is_full
+        self.load.elsewhere = max(0, max(said.tokens, said.kv_tokens) - self.load.tokens)
+        self.is_full, was_leaving, self._is_leaving = said.is_full, self._is_leaving, False
         if before is not None and before.instance_epoch != status.instance_epoch:
             self._lose(f"{self.name} was restarted")
         elif before is not None and before.last_fault_at != status.last_fault_at:
             self._listener.faulted(self)
         self._step(Beat(), "")
-        if before != status:
+        is_news = was_leaving or was_full is not self.is_full
+        if is_news or before != status or _pool(before) != said.pool_tokens:
+            self._listener.changed()
+
+    def set_drained(self, is_drained: bool) -> None:
+        """Nothing new for it from now on, or again something."""
+        self.is_drained = is_drained
+        self._listener.changed()
+
+    def leaves(self) -> None:
+        """It is about to end, and will say so itself at its next beat."""
+        self._is_leaving = True
+        self.nudged.set()
+        self._listener.changed()
+
+    def overflowed(self) -> None:
+        """It refused a request because it is full: until its next beat others are asked first."""
+        if not self.is_full:
+            self.is_full = True
+            self.nudged.set()
             self._listener.changed()
 
     def missed(self, reason: str) -> None:
@@ -182,12 +265,20 @@ class Instance:
             self._lose(f"{self.name} is gone: {reason}")
 
     def _lose(self, reason: str) -> None:
+        feed_breaker(self.breaker, Renewed())
         self._listener.renewed(self)
         for hold in tuple(self._holds):
             hold.on_lost(PeerLost(reason))
 
     def _rank(self, dp_rank: int) -> Load:
-        return self._ranks.setdefault(dp_rank, Load())
+        load = self._ranks.get(dp_rank)
+        if load is None:
+            load = self._ranks[dp_rank] = Load(mark=mark_of(f"{self.url} {dp_rank}"))
+        return load
+
+
+def _pool(status: Status | None) -> int:
+    return status.load.pool_tokens if status else 0
 
 
 Probe: TypeAlias = Callable[[Instance], Awaitable[Status]]
@@ -209,7 +300,7 @@ async def watch(instance: Instance, probe: Probe, every: float, within: float) -
             instance.heard(status)
         if instance.health is Health.SUSPECT and before is not Health.SUSPECT:
             continue  # the second look decides, and nobody should wait for it
-        await _pause(instance, every)
+        await _pause(instance, min(every, FULL_LOOK_S) if instance.is_full else every)
 
 
 async def _pause(instance: Instance, seconds: float) -> None:

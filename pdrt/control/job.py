@@ -21,6 +21,16 @@ class Job(Protocol):
     def stream(self) -> bool: ...
 
     @property
+    def sequences(self) -> int:
+        """Answers to one prompt."""
+        ...
+
+    @property
+    def prompt(self) -> object:
+        """Text, ids or turns."""
+        ...
+
+    @property
     def prompt_weight(self) -> int:
         """Tokens that prefill computes, about."""
         ...
@@ -51,11 +61,19 @@ class OrderJob:
         return self.order.stream
 
     @property
-    def prompt_weight(self) -> int:
+    def sequences(self) -> int:
+        return self.order.drawn
+
+    @property
+    def prompt(self) -> object:
         prompt = self.order.prompt
-        if isinstance(prompt, Chat):
-            return weight_of([*prompt.turns, *map(json.dumps, prompt.tools)])
-        return weight_of(prompt)
+        if isinstance(prompt, Chat):  # templates put tools at the beginning
+            return [*map(json.dumps, prompt.tools), *prompt.turns]
+        return prompt
+
+    @property
+    def prompt_weight(self) -> int:
+        return weight_of(self.prompt)
 
     @property
     def answer_weight(self) -> int:
@@ -80,9 +98,17 @@ class PlainJob:
         return self.fields.get("stream") is True
 
     @property
-    def prompt_weight(self) -> int:
+    def sequences(self) -> int:
+        return 1
+
+    @property
+    def prompt(self) -> object:
         names = ("prompt", "text", "input_ids", "messages")
-        return weight_of(next((self.fields[n] for n in names if n in self.fields), None))
+        return next((self.fields[n] for n in names if n in self.fields), None)
+
+    @property
+    def prompt_weight(self) -> int:
+        return weight_of(self.prompt)
 
     @property
     def answer_weight(self) -> int:

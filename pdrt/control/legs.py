@@ -2,7 +2,8 @@
 
 The promises: both legs are watched, and whichever fails first cancels the other at once; the
 client hears nothing before decode's answer is known to be good; a lost prefill is replaced
-without giving up decode's reservation; every way out cancels whatever is still open.
+without giving up decode's reservation, a lost decode without the client's noticing where that is
+wanted; every way out cancels whatever is still open.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class State(StrEnum):
     AWAITING = "awaiting"  # the prompt is where it belongs; decode's answer is awaited
     HELD = "held"  # decode has answered; prefill's outcome, which is needed too, is still unknown
     STREAMING = "streaming"  # decode's answer is being passed on
+    MOVING = "moving"  # who said it is lost; another instance is to go on with it
+    STRANDED = "stranded"  # nobody can at the moment; one is looked for
     SERVED = "served"
     FAILED = "failed"
     LEFT = "left"  # the client went away
@@ -33,6 +36,7 @@ class State(StrEnum):
 
 OVER: Final = frozenset({State.SERVED, State.FAILED, State.LEFT})
 _SILENT: Final = (State.OPEN, State.JOINING, State.AWAITING, State.HELD)
+_HEARD: Final = (State.STREAMING, State.MOVING, State.STRANDED)  # the client has read something
 _PROMPTING: Final = (State.OPEN, State.JOINING, State.HELD)  # prefill's outcome is awaited
 
 
@@ -129,6 +133,18 @@ class InstanceReplaced:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """Decode is lost in mid-stream: another instance has been chosen, and a fresh room minted."""
+
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stranded:
+    """The same, and nobody can go on at the moment."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClientLeft:
     pass
 
@@ -142,7 +158,7 @@ class CalledOff:
 
 OfPrefill: TypeAlias = PrefillDone | PrefillFailed | PrefillReplaced | Joined | JoinedLate
 OfDecode: TypeAlias = Answered | AnsweredEarly | DecodeEnded | DecodeFailed
-OfBoth: TypeAlias = PairReplaced | InstanceReplaced | ClientLeft | CalledOff
+OfBoth: TypeAlias = PairReplaced | InstanceReplaced | Moved | Stranded | ClientLeft | CalledOff
 Event: TypeAlias = OfPrefill | OfDecode | OfBoth
 EVENTS: Final = (*get_args(OfPrefill), *get_args(OfDecode), *get_args(OfBoth))
 
@@ -178,6 +194,13 @@ class CancelDecode:
 
 
 @dataclass(frozen=True, slots=True)
+class LookForAnother:
+    """Who can go on; in the end say Moved, or the decode leg's failure."""
+
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
 class StartAnswer:
     pass
 
@@ -207,6 +230,7 @@ Effect: TypeAlias = (
     | Rebind
     | CancelPrefill
     | CancelDecode
+    | LookForAnother
     | StartAnswer
     | FinishAnswer
     | BreakAnswer
@@ -221,6 +245,7 @@ class Route:
     room: int
     state: State
     tries: int = 0
+    moves: int = 0
     prefill_leg: int = 0
     decode_leg: int = 0
     story: deque[str] = field(default_factory=lambda: deque(maxlen=64))
@@ -240,6 +265,11 @@ class Route:
         if isinstance(event, PrefillFailed):
             return event.failure.elsewhere and self.state in _PROMPTING
         return isinstance(event, DecodeFailed) and event.failure.elsewhere and self.state in _SILENT
+
+    def may_move(self, event: Event) -> bool:
+        """Whether another instance may go on with what its client has begun to read."""
+        in_stream = self.state in (State.STREAMING, State.MOVING)
+        return in_stream and isinstance(event, DecodeFailed) and self.is_current(event)
 
     def is_current(self, event: Event) -> bool:
         """Whether the event speaks of a leg that has not been replaced."""
@@ -282,6 +312,17 @@ def _start_over(route: Route, event: PairReplaced) -> Sequence[Effect]:
 def _move(route: Route, event: InstanceReplaced) -> Sequence[Effect]:
     route.room, route.tries = event.room, route.tries + 1
     return [CancelDecode(), *_open_alone(route)]
+
+
+def _go_on(route: Route, event: Moved) -> Sequence[Effect]:
+    """Decode asks for what it needs by itself: it knows what has been said."""
+    route.room, route.moves = event.room, route.moves + 1
+    return [CancelPrefill(), CancelDecode(), *_open_alone(route)]
+
+
+def _strand(route: Route, _event: Stranded) -> Sequence[Effect]:
+    route.decode_leg += 1  # nothing that the lost one still says counts
+    return [CancelPrefill(), CancelDecode(), LookForAnother(route.decode_leg)]
 
 
 def _start_answer(_route: Route, _event: object) -> Sequence[Effect]:
@@ -332,14 +373,17 @@ ROUTE: Table[State, Route, Effect] = Table(
         **{(s, PairReplaced): Edge(_S.OPEN, _start_over) for s in _SILENT},
         **{(s, DecodeFailed): Edge(_S.FAILED, _refuse) for s in _SILENT},
         **{(s, CalledOff): Edge(_S.FAILED, _refuse) for s in _SILENT},
-        **{(s, ClientLeft): Edge(_S.LEFT, _let_go) for s in (*_SILENT, _S.STREAMING)},
+        **{(s, ClientLeft): Edge(_S.LEFT, _let_go) for s in (*_SILENT, *_HEARD)},
         (_S.STREAMING, DecodeEnded): Edge(_S.SERVED, _finish),
-        (_S.STREAMING, DecodeFailed): Edge(_S.FAILED, _break),
-        (_S.STREAMING, CalledOff): Edge(_S.FAILED, _break),
+        **{(_S.MOVING, e): Edge(_S.STREAMING) for e in (Answered, AnsweredEarly)},
+        **{(s, Moved): Edge(_S.MOVING, _go_on) for s in _HEARD},
+        **{(s, Stranded): Edge(_S.STRANDED, _strand) for s in (_S.STREAMING, _S.MOVING)},
+        **{(s, DecodeFailed): Edge(_S.FAILED, _break) for s in _HEARD},
+        **{(s, CalledOff): Edge(_S.FAILED, _break) for s in _HEARD},
     },
     ignored={
         **{(_S.AWAITING, e): "the prompt has arrived already" for e in get_args(OfPrefill)},
-        **{(_S.STREAMING, e): _PROVEN for e in get_args(OfPrefill)},
+        **{(s, e): _PROVEN for s in _HEARD for e in get_args(OfPrefill)},
         **{(_S.HELD, e): "decode has answered, whoever prefilled" for e in (Joined, JoinedLate)},
         **{(s, e): "the client has its outcome" for s in OVER for e in EVENTS},
     },

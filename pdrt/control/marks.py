@@ -11,7 +11,7 @@ from typing import Final
 
 from pdrt.control.answer import Delta
 from pdrt.control.http import Json, error_from_answer
-from pdrt.errors import BadMessage, PdrtError
+from pdrt.errors import BadMessage, PdrtError, PeerLost
 
 MARK: Final = b":t "  # INDEX EVENTS CACHED FINISH ID,ID
 DONE: Final = b"data: [DONE]\n\n"
@@ -56,17 +56,16 @@ class Heard:
         return None not in self._ends
 
     def take(self, data: bytes) -> bytes:
-        """What the client may read now. Raises BadMessage for what is no such stream."""
+        """What the client may read now; what comes after an error is nothing."""
         if self._rest:
             data, self._rest = self._rest + data, b""
         told: list[bytes] = []
         at, end = 0, len(data)
-        while at < end:
-            after = self._event(data, at, told)
-            if not after:
-                self._hold(data[at:])
-                break
-            at = after
+        try:
+            while at < end and self.error is None:
+                at = self._event(data, at, told) or self._hold(data, at)
+        except BadMessage as error:  # the instance has lost its mind
+            self.error = PeerLost(str(error))
         return told[0] if len(told) == 1 else b"".join(told)
 
     def forget_part(self) -> None:
@@ -83,13 +82,15 @@ class Heard:
             {"ids": told, "finish": finish} for told, finish in zip(ids, self._ends, strict=True)
         ]
 
-    def _hold(self, rest: bytes) -> None:
-        if len(rest) > MAX_HELD:
+    def _hold(self, data: bytes, at: int) -> int:
+        """To the end. Raises BadMessage for an event that does not."""
+        if len(data) - at > MAX_HELD:
             raise BadMessage(f"an event has more than {MAX_HELD} bytes")
-        self._rest = rest
+        self._rest = data[at:]
+        return len(data)
 
     def _event(self, data: bytes, at: int, told: list[bytes]) -> int:
-        """Where the next one begins; 0 when this one is not whole yet."""
+        """Where the next one begins; 0 when this one is not whole yet. Raises BadMessage."""
         if data.startswith(MARK, at):
             return self._marked(data, at, told)
         end = data.find(_END, at) + 2

@@ -384,6 +384,7 @@ def _sampling(
 _LEG_MARK: Final = "transfer_token"  # no client's body has it
 _ROUTING: Final = frozenset(Envelope.model_fields) - {"model", "stream", "cache_salt", "priority"}
 _STREAMING: Final = frozenset({"stream", "stream_options"})
+_OF_ANSWER: Final = frozenset({"path", "resumed"})
 _OF_PROMPT: Final = frozenset({"echo", "prompt_logprobs"})  # decode has no prompt hidden states
 _MODELS: Final[Mapping[Dialect, type[Envelope]]] = {
     "generate": GenerateRequest,
@@ -410,7 +411,8 @@ def leg_body(side: Role, order: Order, leg: Leg, seed: int) -> Json:
         body["sampling_params"] = {**(body.get("sampling_params") or {}), "seed": seed}
     elif order.seed is None:
         body["seed"] = seed
-    fields = leg.model_dump(exclude_none=True, exclude={"text_starts_after_prompt", "marks"})
+    unasked = {"text_starts_after_prompt", "marks", *(_OF_ANSWER if side == "prefill" else ())}
+    fields = leg.model_dump(exclude_none=True, exclude=unasked)
     if leg.marks and side != "prefill":
         fields["marks"] = True
     if side == "hybrid":

@@ -6,7 +6,7 @@ passed; after a fault it is doubtful until the next one has, and used only for w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, TypeAlias
@@ -87,6 +87,7 @@ PAIR: Table[Trust, object, object] = Table(
 class Pair:
     prefill: Instance | None  # None: decode is a hybrid instance
     decode: Instance
+    changed: Callable[[], None] = lambda: None  # called when its trust differs from before
     trust: Trust = Trust.UNTRIED
     reason: str = "not tried yet"
 
@@ -111,4 +112,7 @@ class Pair:
 
 def feed(pair: Pair, event: PairEvent) -> None:
     """The only function that moves a pair."""
-    pair.trust, _ = PAIR.step(pair.trust, pair, event)
+    before = pair.trust
+    pair.trust, _ = PAIR.step(before, pair, event)
+    if pair.trust is not before:
+        pair.changed()

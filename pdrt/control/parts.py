@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,16 @@ class Work(Protocol):
     @property
     def rooms(self) -> int:
         """How many are in flight."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """How many these are."""
+        ...
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more would be refused."""
         ...
 
     @property
@@ -143,6 +154,7 @@ class Condition:
     fault_at: float = 0.0  # wall clock
     served_since_fault: bool = False
     turned_at: float = 0.0  # when the event loop last did
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)  # it takes no new work
 
     def faulted(self, wall: float) -> None:
         self.fault_at, self.served_since_fault = wall, False

@@ -22,6 +22,7 @@ from pdrt.control.legs import (
     Failure,
 )
 from pdrt.control.merge import MERGED_ANSWER, Merge
+from pdrt.control.moving import Moving
 from pdrt.control.ticket import Client
 from pdrt.control.upstream import MAX_ERROR_BYTES, Headers, failure_of, is_good, lost_error
 from pdrt.control.wire.client import Call, Lost
@@ -38,6 +39,8 @@ class Way:
     is_stream: bool
     is_early: bool  # prefill's outcome is needed before the client hears of it
     merge: Merge | None  # puts prefill's part before it
+    moving: Moving | None = None  # keeps what is told of a stream that may move
+    is_resumed: bool = False  # the client has its beginning from another leg
 
 
 class DecodeLeg:
@@ -49,8 +52,11 @@ class DecodeLeg:
         "_instance",
         "_is_early",
         "_is_passing",
+        "_is_resumed",
         "_is_stream",
+        "_lost",
         "_merge",
+        "_moving",
         "_owner",
         "_said",
         "_task",
@@ -71,7 +77,9 @@ class DecodeLeg:
         way: Way,
     ) -> None:
         self.number, self._owner, self._instance, self._hold = number, owner, instance, hold
-        self._client, self._merge = client, way.merge
+        self._client, self._merge, self._moving = client, way.merge, way.moving
+        self._is_resumed = way.is_resumed
+        self._lost: PdrtError | None = None  # what it ended with, to be said after what is held
         self._is_stream, self._is_early = way.is_stream, way.is_early
         self._is_passing = self._has_ended = self._waits_for_all = False
         self._body = Body(0)  # what is held
@@ -113,13 +121,26 @@ class DecodeLeg:
 
     def on_body(self, data: bytes) -> None:
         self._instance.signs += 1
+        if self._moving is not None and is_good(self.status):
+            self._hear(self._moving, data)
+        else:
+            self._take(data)
+
+    def _hear(self, moving: Moving, data: bytes) -> None:
+        """Whole events only, and what the stream says of its own end is not for the client."""
+        if told := moving.take(data):
+            self._take(told)
+        if moving.error is not None:
+            self.lose(moving.error)
+
+    def _take(self, data: bytes) -> None:
         if self._is_passing:
             self._client.write(data)
             return
         is_first = not self._body.size
         if not self._body.take(data) and is_good(self.status):
             limit = self._body.limit
-            self._fail(PeerLost(f"{self._instance.name} answered more than {limit} bytes"))
+            self.lose(PeerLost(f"{self._instance.name} answered more than {limit} bytes"))
         elif is_first and not self._waits_for_all:
             self._answered()
 
@@ -127,30 +148,39 @@ class DecodeLeg:
         self._has_ended = True
         self._hold.release()
         if self._is_passing:
-            self._owner.say(DecodeEnded(self.number))
+            self._finish()
         elif not is_good(self.status):
             body = self._body.whole()
             failure = failure_of(self._instance, self.status, self.headers, body)
             self._owner.say(DecodeFailed(self.number, failure))
         elif not self._body.size:
-            self._fail(PeerLost(f"{self._instance.name} ended its answer before it began"))
+            self.lose(PeerLost(f"{self._instance.name} ended its answer before it began"))
         elif self._merge is not None and not self._is_stream:
             self._task = self._owner.spawn(self._read(self._merge), self._failed)
         elif self._waits_for_all:
             self._answered()
 
     def on_lost(self, lost: Lost) -> None:
-        self._fail(lost_error(self._instance, lost))
+        self.lose(lost_error(self._instance, lost))
 
     def _answered(self) -> None:
         """The answer is good; `go` may come at once, or later."""
         event = AnsweredEarly(self.number) if self._is_early else Answered(self.number)
         self._owner.say(event)
-        if not self._is_passing and self.call is not None:
+        if self._is_resumed:
+            self._release()
+        elif not self._is_passing and self.call is not None:
             self.call.pause()
 
-    def _fail(self, error: PdrtError) -> None:
+    def lose(self, error: PdrtError) -> None:
+        """Nothing more comes. What was told and is held is passed on first."""
+        if self._moving is not None and self._body.size and not self._is_passing:
+            self._lost = self._lost or error
+            return
         self.cancel()
+        if self._is_passing and self._moving is not None and self._moving.is_whole:
+            self._finish()
+            return
         self._owner.say(self._failed(Failure.of(error, elsewhere=True)))
 
     def _failed(self, failure: Failure) -> Event:
@@ -171,10 +201,23 @@ class DecodeLeg:
         self._client.write(self._body.whole())
         self._body = Body(0)
         self._is_passing = True
-        if self._has_ended:
-            self._owner.say(DecodeEnded(self.number))
+        if self._lost is not None:
+            self.lose(self._lost)
+        elif self._has_ended:
+            self._finish()
         else:
             self.flow(is_full=self._client.is_full)
+
+    def _finish(self) -> None:
+        """It has ended; if its answer has, too, so does the client's."""
+        try:
+            rest = self._moving.rest() if self._moving is not None else b""
+        except PdrtError as error:
+            self.lose(error)
+            return
+        if rest:
+            self._client.write(rest)
+        self._owner.say(DecodeEnded(self.number))
 
     # Where prefill has a part in it.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import structlog
@@ -32,6 +33,7 @@ from pdrt.control.legs import (
     FinishAnswer,
     InstanceReplaced,
     JoinedLate,
+    LookForAnother,
     OpenDecode,
     OpenPrefill,
     PairReplaced,
@@ -45,11 +47,13 @@ from pdrt.control.legs import (
     begin,
     feed,
 )
+from pdrt.control.moving import Mover
 from pdrt.control.passon import DecodeLeg, Way
 from pdrt.control.schema import Leg as LegFields
+from pdrt.control.setbacks import Setback
 from pdrt.control.ticket import Alarm, Client, Ticket, Tools
 from pdrt.control.wire.client import Call
-from pdrt.errors import DeadlinePassed, PdrtError, TransferFailed, Unavailable
+from pdrt.errors import DeadlinePassed, Overloaded, PdrtError, TransferFailed, Unavailable
 
 MAX_TRIES: Final = 3
 TOKEN_SPARE_S: Final = 5.0
@@ -79,9 +83,12 @@ class Relay:
         ended: Callable[[Relay], None],
     ) -> None:
         self.ticket, self.choice = ticket, choice
-        self.route, self._first = begin(tools.mint_room(), alone=choice.prefill is None)
+        room = ticket.ask.room or tools.mint_room()
+        self.route, self._first = begin(room, alone=choice.prefill is None)
         self.first_byte_at: float | None = None
+        self.status = 0  # what the client was answered; 0 = nothing
         self.failure: Failure | None = None
+        self.setbacks: list[Setback] = []  # what failed on the way
         self._tools, self._client, self._ended = tools, client, ended
         created = int(tools.clocks.wall())
         self._merge = ticket.job.merge(ticket.request_id, created) if choice.prefill else None
@@ -94,6 +101,8 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
         self._alarm: Alarm | None = None
         self._token: tuple[int, int, str] | None = None
+        self._mover = Mover(ticket, tools, self.say)
+        self._created = created
         self._lines = b"x-request-id: %b\r\n%b" % (ticket.request_id.encode(), ticket.lines)
 
     @property
@@ -161,6 +170,9 @@ class Relay:
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm = None
+        if self.route.state is State.SERVED:
+            self._tools.fleet.praise(self.choice)
+        self._mover.cancel()
         self._cancel_prefill()
         self._cancel_decode()
         self._ended(self)
@@ -191,13 +203,17 @@ class Relay:
             event = PrefillFailed(event.leg, Failure.of(lost))
         if not isinstance(event, PrefillFailed | DecodeFailed):
             return event
+        if self.route.is_current(event) and not self.route.is_over:
+            self._note_setback(event)
+        if isinstance(event, DecodeFailed) and self.route.may_move(event):
+            return self._mover.considered(event, self.route, self._culprit(event))
         if not (self.ticket.may_retry and self.route.may_replace(event)):
             return event
         if self.route.tries + 1 >= MAX_TRIES:
             return event
         try:
             replaced = self._replaced(event)
-        except Unavailable:
+        except (Unavailable, Overloaded):
             return event
         log.warning(
             "retried",
@@ -216,14 +232,19 @@ class Relay:
         if isinstance(event, PrefillFailed) and not self._tools.is_plain and is_kept:
             if pinned is not None:
                 raise Unavailable("the client wants this prefill instance")
-            self.choice = fleet.pick_prefill(self.choice.decode, self._tried)
+            self.choice = fleet.pick_prefill(self.choice.decode, self._tried, self.ticket.ask)
             return PrefillReplaced(event.leg)
-        choice = fleet.pick(pinned, self._tried)
+        room = self._tools.mint_room()
+        choice = fleet.pick(replace(self.ticket.ask, room=room), pinned, self._tried)
         if (choice.prefill is None) != (self.choice.prefill is None):
             raise Unavailable("only an instance of another kind is left")
         self.choice = choice
-        room = self._tools.mint_room()
         return InstanceReplaced(room) if choice.prefill is None else PairReplaced(room)
+
+    def _note_setback(self, event: PrefillFailed | DecodeFailed) -> None:
+        culprit, now = self._culprit(event), self._tools.clocks.clock()
+        self.setbacks.append(Setback(now, self.choice, culprit, event.failure))
+        self._tools.fleet.blame(culprit, event.failure)
 
     def _culprit(self, event: PrefillFailed | DecodeFailed) -> Instance:
         """Whom to avoid: decode also reports what its prefill side did."""
@@ -240,16 +261,23 @@ class Relay:
                 self._open_decode(leg)
             case OpenPrefill(leg):
                 self._open_prefill(leg)
-            case StartAnswer():
-                self._start_answer()
             case CancelPrefill():
                 self._cancel_prefill()
-            case FinishAnswer():
-                self._client.finish()
             case CancelDecode():
                 self._cancel_decode()
             case Rebind(leg):
                 self._rebind(leg)
+            case LookForAnother(leg):
+                self._mover.look(leg)
+            case StartAnswer() | FinishAnswer() | BreakAnswer() | Refuse():
+                self._answer(effect)
+
+    def _answer(self, effect: StartAnswer | FinishAnswer | BreakAnswer | Refuse) -> None:
+        match effect:
+            case StartAnswer():
+                self._start_answer()
+            case FinishAnswer():
+                self._client.finish()
             case BreakAnswer(failure):
                 self.failure = failure
                 self._client.break_off(failure.error)
@@ -276,18 +304,28 @@ class Relay:
         leg.call = self._post(prefill, "prefill", leg)
 
     def _open_decode(self, number: int) -> None:
+        self.choice = self._mover.choice or self.choice
         decode, is_alone = self.choice.decode, self.choice.prefill is None
 
         def lost(error: PdrtError) -> None:
-            self.say(DecodeFailed(number, Failure.of(error, elsewhere=True)))
+            if self._decode is not None and self._decode.number == number:
+                self._decode.lose(error)
 
+        mover, is_resumed = self._mover, self.route.moves > 0
+        moving = mover.moving if is_resumed else mover.begin(self.path_label, self._shown_room)
         leg = DecodeLeg(
             number,
             self,
             decode,
             self._hold(decode, self.ticket.job.answer_weight, 0, lost),
             self._client,
-            Way(self.ticket.job.stream, not is_alone and self._needs_prefill, self._merge),
+            Way(
+                self.ticket.job.stream,
+                not is_alone and self._needs_prefill,
+                None if is_resumed else self._merge,
+                moving,
+                is_resumed,
+            ),
         )
         self._decode = leg
         leg.call = self._post(decode, "hybrid" if is_alone else "decode", leg)
@@ -324,14 +362,18 @@ class Relay:
 
     def _start_answer(self) -> None:
         assert self._decode is not None, "it has answered"
-        self.first_byte_at = self._tools.clocks.clock()
+        self.first_byte_at, self.status = self._tools.clocks.clock(), self._decode.status
+        self._decode.go(self._shown_path(), self._told, self._shown_room)
+
+    @property
+    def _shown_room(self) -> int:
         own = self.ticket.client_room
-        self._decode.go(self._shown_path(), self._told, self.route.room if own is None else own)
+        return self.route.room if own is None else own
 
     def _shown_path(self) -> str:
-        """What decode says itself, unless the router knows better."""
+        """What decode was told to say; a plain backend may know better."""
         said = self._decode.headers.get(b"x-pd-path", b"") if self._decode else b""
-        if said and not self.choice.fallback:
+        if said and self._tools.is_plain and not self.choice.fallback:
             return said.decode("latin-1")
         return self.path_label
 
@@ -350,17 +392,21 @@ class Relay:
     def _leg(self) -> LegFields:
         prefill, left = self.choice.prefill, self._time_left()
         host, port = prefill.bootstrap if prefill else (None, None)
+        moving = self._mover.moving
         return LegFields.model_construct(  # ours: nothing to check
             bootstrap_room=self.route.room,
             attempt=self.route.attempt,
             time_left_s=left,
             transfer_token=self._transfer_token(left),
             request_id=self.ticket.request_id,
-            client_room=self.ticket.client_room,
+            client_room=moving.room if moving else self.ticket.client_room,
             bootstrap_host=host,
             bootstrap_port=port,
             disagg_prefill_dp_rank=self.choice.dp_rank if prefill else -1,
-            created=self._merge.created if self._merge else None,
+            created=self._created if moving or self._merge else None,
+            path=moving.path if moving else self.path_label,
+            marks=moving is not None,
+            resumed=self._mover.resumed,
         )
 
     def _transfer_token(self, left: float) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import signal
 import sys
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 import setproctitle
@@ -17,23 +16,21 @@ import uvloop
 from pdrt import garbage, telemetry
 from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
+from pdrt.control.admin import Admin
 from pdrt.control.fleet import Fleet
 from pdrt.control.front import STAGE, Router
 from pdrt.control.listen import listen
+from pdrt.control.rooms import Rooms, router_of
 from pdrt.control.ticket import Clocks
 from pdrt.control.wire.server import Server
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
 from pdrt.openfiles import allow_all
+from pdrt.telemetry import LogLevel
 
 CLOSE_S: Final = 1.0  # for connections whose requests have ended
 
 log = structlog.get_logger(__name__)
-
-
-def mint_room() -> int:
-    """63 random bits: no client can choose or guess a room."""
-    return secrets.randbits(63)
 
 
 def make_router(
@@ -41,7 +38,7 @@ def make_router(
     key: ClusterKey | None,
     *,
     clocks: Clocks | None = None,
-    mint: Callable[[], int] = mint_room,
+    mint: Callable[[], int] | None = None,
 ) -> Router:
     """A router with all its routes. With `policy.canary = false` instances are plain backends."""
     shared = key if config.policy.canary else None
@@ -50,17 +47,19 @@ def make_router(
             "[security] key_file: the router needs the cluster key of its instances"
             " (or [policy] canary = false in front of plain backends)"
         )
-    router = Router(config, shared, clocks or Clocks(), mint, Fleet.of(config))
+    router = Router(config, shared, clocks or Clocks(), mint or Rooms().mint, Fleet.of(config))
     routes = router.routes
     for path in order.PATHS:
         routes.add_stream("POST", path, router.serve)
     routes.add("GET", "/v1/models", router.models)
+    routes.add("GET", "/v1/models/{name}", router.model)
+    routes.add("GET", "/v1/models/{owner}/{name}", router.model)
     for path in order.TOKEN_PATHS:
         routes.add("POST", path, router.ask_any)
     routes.add("GET", "/health", router.health)
     routes.add("GET", "/ready", router.ready)
     routes.add("GET", "/metrics", router.metrics_text)
-    routes.add("POST", "/admin/drain", router.ask_drain)
+    routes.add("POST", "/admin/drain", router.drain_moved)
     return router
 
 
@@ -75,19 +74,48 @@ def make_server(router: Router) -> Server:
     )
 
 
-async def serve(config: RouterConfig, say: Callable[[str], None]) -> int:
+@asynccontextmanager
+async def administered(router: Router, level: LogLevel | None = None) -> AsyncIterator[None]:
+    """With its admin listener, if there is a key that can guard it. Raises ConfigError."""
+    config = router.config
+    key = config.security.cluster_key()
+    if key is None:
+        log.warning("no_admin_listener", reason="there is no cluster key")
+        yield
+        return
+    host = config.admin.host or config.local_ip
+    listening = listen(host, config.ports.admin)
+    router.admin_url = f"http://{bracketed(host)}:{listening.getsockname()[1]}"
+    server = Server(
+        Admin(router, router.door, key, level),
+        "admin",
+        max_body_bytes=1 << 16,
+        max_head_bytes=config.security.max_header_bytes,
+        slow_reader_s=config.timeouts.slow_reader_s,
+    )
+    await server.start(listening)
+    try:
+        log.info("admin_listening", url=router.admin_url)
+        yield
+    finally:
+        await server.close(CLOSE_S)
+
+
+async def serve(
+    config: RouterConfig, say: Callable[[str], None], level: LogLevel | None = None
+) -> int:
     """Serve until SIGTERM, SIGINT or a drain request; a second signal cuts what still runs.
 
     `say` is given the line with the real address. Raises ConfigError before anything starts.
     """
     router = make_router(config, config.security.cluster_key())
     server = make_server(router)
-    async with router.lifetime():
+    async with router.lifetime(), administered(router, level):
         listening = listen(config.local_ip, config.ports.router)
         await server.start(listening)
         try:
             url = f"http://{bracketed(config.local_ip)}:{listening.getsockname()[1]}"
-            log.info("listening", url=url)
+            log.info("listening", url=url, router=router_of(router.mint_room()))
             say(f"router listening on {url}")
             garbage.settle()
             return await _until_asked(router, config.timeouts.drain_s)
@@ -127,7 +155,7 @@ async def _first(one: Coroutine[None, None, object], other: Coroutine[None, None
 
 def main(config: RouterConfig) -> int:
     """Run a router in this process; its exit status. Raises ConfigError."""
-    telemetry.configure(config.log.level, config.log.format, process="router")
+    level = telemetry.configure(config.log.level, config.log.format, process="router")
     allow_all()
     setproctitle.setproctitle("pdrt router")
 
@@ -136,4 +164,4 @@ def main(config: RouterConfig) -> int:
         sys.stdout.flush()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config, say))
+        return runner.run(serve(config, say, level))

@@ -31,6 +31,11 @@ class RouterMetrics:
             "Legs moved to another instance before the first byte",
             registry=self.registry,
         )
+        self.moved = Counter(
+            "pdrt_router_moved",
+            "Streams that another instance went on with when theirs was lost",
+            registry=self.registry,
+        )
         self.slow_readers = Counter(
             "pdrt_router_slow_readers",
             "Answers cut because their client had stopped reading",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdrt.control.figures import load_of, worker_health, worker_status
+from pdrt.control.figures import load_of, pressure_of, worker_health, worker_status
 from pdrt.control.http import Json
 from pdrt.control.lives import NodeState
 from pdrt.control.parts import Parts
@@ -19,6 +19,7 @@ class Shown:
     max_model_len: int
     clock: Callable[[], float]
     takes_prompts: bool = False
+    max_waiting: int = 1024
 
     def pool_tokens(self) -> int:
         """Tokens that the smallest ready pool holds; 0 while none is known."""
@@ -73,8 +74,13 @@ class Shown:
             "ready_ranks": self._ready_ranks(),
             "max_model_len": self.max_model_len,
             "local_prefill": self.takes_prompts,
-            "load": load_of(parts.handles),
+            "load": self._load(),
             "rooms": parts.work.rooms,
             "last_fault_at": parts.condition.fault_at or None,
             "workers": [worker_status(handle, now) for handle in parts.handles],
         }
+
+    def _load(self) -> Json:
+        handles, work = self.parts.handles, self.parts.work
+        load = load_of(handles) | pressure_of(handles, self.max_waiting)
+        return load | {"tokens": work.tokens, "is_full": load["is_full"] or work.is_full}

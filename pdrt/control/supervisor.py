@@ -238,6 +238,7 @@ class Supervisor(Actor[Mail]):
     def _drain(self) -> None:
         """No new work; end when what is running has finished, or when the grace is over."""
         if self._step(DrainAsked()):
+            self._condition.leaving.set()
             self._work.drain()
             self._start(self._after(self._timeouts.drain_s, GraceOver()))
 
@@ -253,6 +254,7 @@ class Supervisor(Actor[Mail]):
     def _end(self, event: Drained | GaveUp) -> None:
         if not self._step(event):
             return
+        self._condition.leaving.set()
         self._work.drain()
         why = event.reason if isinstance(event, GaveUp) else "this instance stops"
         problem = Problem(code=Draining.code, message=why[:8000], stage="node")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdrt.control.fleet import Fleet
 from pdrt.control.instances import Instance
 from pdrt.control.job import Job
+from pdrt.control.policy import Ask
 from pdrt.control.upstream import Upstream
 from pdrt.control.wire.reply import Fields
 from pdrt.errors import PdrtError
@@ -72,6 +73,8 @@ class Tools:
     mint_room: Callable[[], int]
     clocks: Clocks
     rebind_grace_s: float
+    max_moves: int = 0  # of one stream, each when its decode instance is lost
+    move_s: float = 0.0  # how long an instance is looked for that goes on with it
 
     @property
     def is_plain(self) -> bool:
@@ -88,5 +91,6 @@ class Ticket:
     deadline: float
     client_room: int | None = None
     pinned: Instance | None = None
+    ask: Ask = field(default_factory=Ask)  # what choices go by; `room` is that of the first try
     may_retry: bool = True
     lines: bytes = b""  # more header lines for its legs

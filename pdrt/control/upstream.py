@@ -152,6 +152,8 @@ def failure_of(instance: Instance, status: int, headers: Headers, body: bytes) -
     # tried again after any fault; decode's only when it says that another would do.
     faults = range(500, 600) if instance.role == "prefill" else (502, 503)
     elsewhere = shown in faults and shown != 504
+    if shown == 429:
+        instance.overflowed()
     if shown in (502, 503):  # perhaps it cannot serve at all
         instance.nudged.set()
     return Failure(error, shown, elsewhere, headers.get(b"retry-after", b"").decode("latin-1"))

@@ -70,6 +70,9 @@ class LedWork:
     def rooms(self) -> int:
         return self._uplink.rooms
 
+    tokens = 0  # its leader counts them
+    is_full = False
+
     @property
     def is_idle(self) -> bool:
         return self._uplink.is_idle

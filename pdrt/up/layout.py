@@ -134,8 +134,8 @@ class Part:
     @property
     def ports(self) -> tuple[int, ...]:
         """What it will bind, to be found free beforehand."""
-        bootstrap = self.tables["ports"]["bootstrap"] if self.role == "prefill" else 0
-        return (self.port, int(bootstrap)) if bootstrap else (self.port,)
+        ports = self.tables["ports"]
+        return (self.port, *(int(ports[name]) for name in ("bootstrap", "admin") if name in ports))
 
     def arguments(self, conf: Path) -> list[str]:
         """What stands behind `python -m pdrt`."""
@@ -163,7 +163,7 @@ def lay_out(
         Shape(),
         {
             "security": {"key_file": str(key_file)},
-            "ports": {"router": port},
+            "ports": {"router": port, "admin": ports.admin or free_port(ROUTER_HOST)},
             "log": {"format": "json"},
         },
         tuple((n.role, n.url, _bootstrap(n)) for n in nodes if n.role != "router"),

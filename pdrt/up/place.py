@@ -15,6 +15,7 @@ from pdrt.up.layout import Part
 def check_free(parts: Sequence[Part]) -> None:
     """Raises ConfigError naming address and port of what is taken already."""
     for part in parts:
+        beside = "ADMIN" if part.role == "router" else "BOOTSTRAP"
         for port in part.ports:
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -24,7 +25,7 @@ def check_free(parts: Sequence[Part]) -> None:
                     raise ConfigError(
                         f"{part.name} needs port {port} on {part.host}: {error.strerror}; stop what"
                         " uses it (another `pdrt up`?), or choose another with"
-                        f" PDRT_PORTS_{part.role.upper()} or PDRT_PORTS_BOOTSTRAP (0: a free one)"
+                        f" PDRT_PORTS_{part.role.upper()} or PDRT_PORTS_{beside} (0: a free one)"
                     ) from error
 
 

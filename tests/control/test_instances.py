@@ -41,6 +41,12 @@ class Heard:
     def changed(self) -> None:
         self.notes.append("changed")
 
+    def serves(self, instance: Instance) -> None:
+        self.notes.append(f"serves {instance.model}")
+
+    def rested(self, _instance: Instance) -> None:
+        self.notes.append("rested")
+
 
 def ready(epoch: int = 1, fault: float | None = None, **fields: object) -> Status:
     return read_status(
@@ -374,4 +380,4 @@ async def test_only_registered_instances_can_be_pinned() -> None:
     with pytest.raises(BadRequest, match="bootstrap_host"):
         found.pinned(Pin("10.0.0.1", 3))
     with pytest.raises(NoPrefill):
-        found.pick(found.prefill[1], {found.prefill[1]})
+        found.pick(pinned=found.prefill[1], without={found.prefill[1]})

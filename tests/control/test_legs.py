@@ -28,6 +28,8 @@ from pdrt.control.legs import (
     InstanceReplaced,
     Joined,
     JoinedLate,
+    LookForAnother,
+    Moved,
     OpenDecode,
     OpenPrefill,
     PairReplaced,
@@ -39,6 +41,7 @@ from pdrt.control.legs import (
     Route,
     StartAnswer,
     State,
+    Stranded,
     begin,
     feed,
 )
@@ -49,7 +52,7 @@ BAD = Failure.of(BadRequest("bad"))
 LATE = Failure.of(DeadlinePassed("late"))
 
 # What only this process causes, and does not cause there.
-IMPOSSIBLE = {
+IMPOSSIBLE: dict[tuple[State, type], str] = {
     (State.OPEN, Joined): "said once, by the rebind that JOINING waits for",
     (State.OPEN, JoinedLate): "said once, by the rebind that JOINING waits for",
     (State.OPEN, DecodeEnded): "the pump starts with the answer",
@@ -66,6 +69,18 @@ IMPOSSIBLE = {
     (State.HELD, InstanceReplaced): "a pair is replaced by a pair",
     (State.STREAMING, PairReplaced): "the client has part of the answer",
     (State.STREAMING, InstanceReplaced): "the client has part of the answer",
+    (State.MOVING, PairReplaced): "the client has part of the answer",
+    (State.MOVING, InstanceReplaced): "the client has part of the answer",
+    (State.MOVING, DecodeEnded): "the pump starts with the answer",
+    **{
+        (State.STRANDED, kind): "no leg is open"
+        for kind in (Answered, AnsweredEarly, DecodeEnded, PairReplaced, InstanceReplaced, Stranded)
+    },
+    **{
+        (state, kind): "the client has heard nothing: the request starts over"
+        for state in (State.OPEN, State.JOINING, State.AWAITING, State.HELD)
+        for kind in (Moved, Stranded)
+    },
 }
 
 
@@ -103,10 +118,11 @@ def _event(kind: type, route: Route) -> Event:
         return DecodeFailed(route.decode_leg, GONE)
     if kind is CalledOff:
         return CalledOff(LATE)
-    if kind is ClientLeft:
-        return ClientLeft()
-    if kind in (PairReplaced, InstanceReplaced):
-        return PairReplaced(9) if kind is PairReplaced else InstanceReplaced(9)
+    if kind in (ClientLeft, Stranded):
+        return ClientLeft() if kind is ClientLeft else Stranded()
+    for of_room in (PairReplaced, InstanceReplaced, Moved):
+        if kind is of_room:
+            return of_room(9)
     is_decode = kind in (Answered, AnsweredEarly, DecodeEnded)
     found: Event = kind(route.decode_leg if is_decode else route.prefill_leg)
     return found
@@ -172,6 +188,47 @@ def test_only_a_silent_route_may_be_replaced(state: State) -> None:
     assert not route.may_replace(ClientLeft())
 
 
+def test_a_stream_moves_to_another_decode_leg_in_a_fresh_room() -> None:
+    """Decode sees to its KV: no prefill leg is opened, and what is left of the old one goes."""
+    route, _ = begin(1, alone=False)
+    feed(route, Answered(1))
+    assert route.may_move(DecodeFailed(1, GONE))
+    assert feed(route, Moved(9)) == [CancelPrefill(), CancelDecode(), OpenDecode(2)]
+    assert (route.state, route.room, route.moves) == (State.MOVING, 9, 1)
+    assert not feed(route, DecodeFailed(1, GONE))  # an echo of the lost one
+    assert route.may_move(DecodeFailed(2, GONE))  # the next one may be lost too
+    assert feed(route, Moved(10))[-1] == OpenDecode(3)
+    assert not feed(route, Answered(3))  # the client's answer has begun already
+    assert feed(route, DecodeEnded(3)) == [CancelPrefill(), FinishAnswer()]
+
+
+def test_a_stream_that_nobody_can_go_on_with_waits_for_one() -> None:
+    route, _ = begin(1, alone=False)
+    feed(route, Answered(1))
+    assert feed(route, Stranded()) == [CancelPrefill(), CancelDecode(), LookForAnother(2)]
+    assert not feed(route, DecodeFailed(1, GONE))  # of the lost one
+    assert not route.may_move(DecodeFailed(2, GONE))  # that one gives up
+    assert feed(route, Moved(9))[-1] == OpenDecode(3)
+    feed(route, Stranded())
+    assert feed(route, DecodeFailed(4, GONE))[-1] == BreakAnswer(GONE)
+
+
+@pytest.mark.parametrize("event", [DecodeFailed(2, GONE), CalledOff(LATE)])
+def test_a_stream_that_cannot_move_on_ends_with_an_error(event: DecodeFailed | CalledOff) -> None:
+    route, _ = begin(1, alone=True)
+    feed(route, Answered(1))
+    feed(route, Moved(9))
+    assert feed(route, event)[-1] == BreakAnswer(event.failure)
+    assert route.state is State.FAILED
+
+
+@pytest.mark.parametrize("state", State)
+def test_only_what_has_been_heard_moves(state: State) -> None:
+    may = state in (State.STREAMING, State.MOVING)
+    assert Route(1, state, decode_leg=1).may_move(DecodeFailed(1, GONE)) == may
+    assert not Route(1, state, decode_leg=2).may_move(DecodeFailed(1, GONE))
+
+
 def test_the_story_is_in_the_route() -> None:
     route, _ = begin(7, alone=False)
     feed(route, PrefillDone(1))
@@ -213,6 +270,8 @@ class Routes(RuleBasedStateMachine):
                     self.outcomes.append(effect)
                 case Rebind():
                     assert self.decode_open
+                case LookForAnother():
+                    assert not self.decode_open
 
     def feed(self, event: Event) -> None:
         self.carry_out(feed(self.route, event))
@@ -238,21 +297,34 @@ class Routes(RuleBasedStateMachine):
         leg = self.route.prefill_leg
         self.feed(JoinedLate(leg) if late else Joined(leg))
 
-    @precondition(lambda self: self.decode_open and not self.started)
+    @property
+    def is_streaming(self) -> bool:
+        return self.route.state is State.STREAMING
+
+    @precondition(lambda self: self.route.state is State.STRANDED)
+    @rule(found=st.booleans())
+    def looking_ends(self, found: bool) -> None:
+        leg = self.route.decode_leg
+        self.feed(Moved(self.route.room + 1) if found else DecodeFailed(leg, GONE))
+
+    @precondition(lambda self: self.decode_open and not self.is_streaming)
     @rule()
     def decode_answers(self) -> None:
         self.feed(Answered(self.route.decode_leg))
 
     @precondition(lambda self: self.decode_open)
-    @rule(replace=st.booleans(), error=st.sampled_from([GONE, BAD]))
-    def decode_fails(self, replace: bool, error: Failure) -> None:
+    @rule(replace=st.booleans(), strand=st.booleans(), error=st.sampled_from([GONE, BAD]))
+    def decode_fails(self, replace: bool, strand: bool, error: Failure) -> None:
         self.decode_open = False
         event: Event = DecodeFailed(self.route.decode_leg, error)
         if replace and self.route.may_replace(event):
             event = PairReplaced(self.route.room + 1)
+        elif replace and self.route.may_move(event):
+            assert self.started
+            event = Stranded() if strand else Moved(self.route.room + 1)
         self.feed(event)
 
-    @precondition(lambda self: self.decode_open and self.started)
+    @precondition(lambda self: self.decode_open and self.is_streaming)
     @rule()
     def decode_ends(self) -> None:
         self.decode_open = False
@@ -260,7 +332,7 @@ class Routes(RuleBasedStateMachine):
 
     @rule(leg=st.integers(0, 9), kind=st.sampled_from(EVENTS))
     def an_echo_comes(self, leg: int, kind: type) -> None:
-        if kind in (PairReplaced, InstanceReplaced, ClientLeft, CalledOff):
+        if kind in (PairReplaced, InstanceReplaced, Moved, Stranded, ClientLeft, CalledOff):
             return
         current = {self.route.prefill_leg, self.route.decode_leg}
         if leg not in current:
@@ -290,7 +362,7 @@ class Routes(RuleBasedStateMachine):
 
     @invariant()
     def somebody_works_while_it_is_not_over(self) -> None:
-        if not self.route.is_over:
+        if not self.route.is_over and self.route.state is not State.STRANDED:
             assert self.decode_open
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from pdrt.control.answer import Delta
 from pdrt.control.marks import DONE, MAX_HELD, Heard, Marks
-from pdrt.errors import BadMessage
+from pdrt.errors import BadMessage, PeerLost
 from pdrt.messages import Output, unpack_ids
 from tests.control.leader_rig import BEARER, Rig, error_of, odd, rigged
 
@@ -242,9 +242,11 @@ def test_an_error_event_is_kept_from_the_client() -> None:
     [b":t \n", b":t 0 1 0 -\n", b":t 1 1 0 - 5\n", b":t 0 -1 0 - 5\n", b":t x 1 0 - 5\n",
      b":t 0 1 0 \xff 5\n", b":t 0 1 0 - 5 6\n"],
 )  # fmt: skip
-def test_what_is_no_mark_is_refused(line: bytes) -> None:
-    with pytest.raises(BadMessage):
-        Heard(1).take(line + b"data: 1\n\n")
+def test_who_says_what_is_no_mark_is_lost_and_what_was_told_before_counts(line: bytes) -> None:
+    heard = Heard(1)
+    assert heard.take(b":t 0 1 0 - 5\ndata: 0\n\n" + line + b"data: 1\n\n") == b"data: 0\n\n"
+    assert isinstance(heard.error, PeerLost)
+    assert heard.choices() == [{"ids": [5], "finish": None}]
 
 
 def test_ids_that_are_none_are_refused_when_they_are_needed() -> None:
@@ -255,8 +257,9 @@ def test_ids_that_are_none_are_refused_when_they_are_needed() -> None:
 
 
 def test_what_is_held_back_has_a_bound() -> None:
-    with pytest.raises(BadMessage):
-        Heard(1).take(b"data: " + bytes(MAX_HELD))
+    heard = Heard(1)
+    assert heard.take(b"data: " + bytes(MAX_HELD)) == b""
+    assert isinstance(heard.error, PeerLost)
 
 
 def test_comments_and_keep_alives_pass() -> None:

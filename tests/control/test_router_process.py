@@ -53,7 +53,7 @@ def _config(leader: FakeLeader) -> RouterConfig:
     return RouterConfig.model_validate(
         {
             "hybrid": [leader.target],
-            "ports": {"router": 0},
+            "ports": {"router": 0, "admin": 0},
             "security": {"key": KEY.secret.decode()},
         }
     )

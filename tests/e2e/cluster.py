@@ -225,6 +225,10 @@ class Cluster:
         assert self.router is not None
         return self.router.url
 
+    @property
+    def admin_url(self) -> str:
+        return self.url.rpartition(":")[0] + ":18001"
+
     async def until_ready(self) -> None:
         await self.until(self._is_ready, "all is ready", self.startup_s)
 

@@ -151,7 +151,9 @@ async def test_nobody_without_the_token_reaches_a_leader_or_the_bootstrap_server
         ("POST", f"{prefill}/internal/prefill"),
         ("GET", f"{decode}/internal/status"),
         ("POST", f"{decode}/admin/drain"),
-        ("POST", f"{cluster.url}/admin/drain"),
+        ("POST", f"{cluster.admin_url}/admin/drain"),
+        ("GET", f"{cluster.admin_url}/admin/members"),
+        ("POST", f"{cluster.admin_url}/internal/register"),
     ]
     tokens = ["", "Bearer ", f"Bearer {'0' * 64}", "Basic eDp5", "Bearer \xff\xfe"]
     for method, url in calls:

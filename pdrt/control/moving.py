@@ -1,0 +1,172 @@
+"""How a stream outlives its decode instance: what is kept of it, and who goes on with it.
+
+The promise: the client reads whole events only, so what was kept is what it has; from there on it
+reads what it would have read, and none of it twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import structlog
+
+from pdrt.control.fleet import Choice
+from pdrt.control.instances import Instance, Status
+from pdrt.control.legs import DecodeFailed, Event, Failure, Moved, Route, State, Stranded
+from pdrt.control.marks import DONE, MARK, Heard
+from pdrt.control.policy import Ask
+from pdrt.control.schema import Resumed
+from pdrt.control.ticket import Alarm, Ticket, Tools
+from pdrt.errors import BadMessage, PdrtError, PeerLost
+
+LOOK_EVERY_S: Final = 0.05
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Moving:
+    """What its client has of a stream; times are on the router's clock."""
+
+    sequences: int
+    path: str  # what its client is told of the path, wherever it goes
+    room: int  # and as its room
+    began: float
+    clock: Callable[[], float]
+    heard: Heard = field(init=False)
+    first_at: float = 0.0
+    is_marked: bool | None = None  # its leader says what it tells; else bytes pass as they come
+
+    def __post_init__(self) -> None:
+        self.heard = Heard(self.sequences)
+
+    @property
+    def error(self) -> PdrtError | None:
+        """What the leg's stream ended with, after all that it told."""
+        return self.heard.error
+
+    def take(self, data: bytes) -> bytes:
+        """What the client may read of a leg's bytes; then look at `error`."""
+        if self.is_marked is None:
+            self.is_marked = data[: len(MARK)] == MARK[: len(data)]
+        told = self.heard.take(data) if self.is_marked else data
+        if told and not self.first_at:
+            self.first_at = self.clock()
+        return told
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing but the stream's own end may be missing."""
+        return self.is_marked is True and self.heard.is_whole
+
+    def rest(self) -> bytes:
+        """At a leg's end: what a whole answer lacks. Raises PeerLost when it is not whole."""
+        if self.heard.is_over or not self.is_marked:
+            return b""
+        if not self.heard.is_whole:
+            raise PeerLost("decode ended its answer before its end")
+        self.heard.is_over = True
+        return DONE
+
+    def next_leg(self) -> Resumed:
+        """What the next instance has to know. Raises BadMessage when that is not known."""
+        if not self.is_marked:
+            raise BadMessage("decode did not say which tokens its events tell")
+        self.heard.forget_part()
+        return Resumed.model_validate(
+            {
+                "choices": self.heard.choices(),
+                "cached_tokens": self.heard.cached_tokens,
+                "elapsed_s": max(self.clock() - self.began, 0.0),
+                "first_s": max(self.first_at - self.began, 0.0),
+            }
+        )
+
+
+class Mover:
+    """Finds who goes on with one stream, now or within a bound; `say` tells the relay then."""
+
+    def __init__(self, ticket: Ticket, tools: Tools, say: Callable[[Event], None]) -> None:
+        self._ticket, self._tools, self._say = ticket, tools, say
+        self._began = tools.clocks.clock()
+        self._may = tools.max_moves > 0 and ticket.may_retry and ticket.job.stream
+        self._tried: dict[Instance, Status | None] = {}
+        self._lost: DecodeFailed | None = None
+        self._until = 0.0
+        self._alarm: Alarm | None = None
+        self.moving: Moving | None = None
+        self.resumed: Resumed | None = None
+        self.choice: Choice | None = None  # of the last Moved
+
+    def begin(self, path: str, room: int) -> Moving | None:
+        """For a decode leg of which the client has nothing yet; None when it may not move."""
+        if self._may and not self._tools.is_plain:
+            sequences = self._ticket.job.sequences
+            self.moving = Moving(sequences, path, room, self._began, self._tools.clocks.clock)
+        return self.moving
+
+    def considered(self, event: DecodeFailed, route: Route, culprit: Instance) -> Event:
+        """In mid-stream: the failure itself, or what follows it when another instance may help."""
+        is_refusal = route.state is State.MOVING
+        if self.moving is None or route.moves >= self._tools.max_moves:
+            return event
+        if not may_help(event.failure, is_refusal=is_refusal):
+            return event
+        try:
+            self.resumed = self.moving.next_leg()
+        except PdrtError:
+            return event
+        if not is_refusal:
+            self._tried.clear()  # whom it was moved away from long ago may be well again
+        self._tried[culprit] = culprit.status
+        self._lost = event
+        self._until = self._tools.clocks.clock() + self._tools.move_s
+        return self._moved() or Stranded()
+
+    def look(self, leg: int) -> None:
+        """Nobody can go on at the moment: look again, and give up in time."""
+        assert self._lost is not None, "a stream is stranded by a loss"
+        if (moved := self._moved()) is not None:
+            self._say(moved)
+        elif self._tools.clocks.clock() >= self._until:
+            self._say(DecodeFailed(leg, self._lost.failure))
+        else:
+            self._alarm = self._tools.clocks.alarm(LOOK_EVERY_S, lambda: self.look(leg))
+
+    def cancel(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    def _moved(self) -> Moved | None:
+        try:
+            room = self._tools.mint_room()
+            self.choice = self._pick(replace(self._ticket.ask, room=room))
+        except PdrtError:
+            return None
+        assert self._lost is not None
+        assert self.resumed is not None
+        log.warning(
+            "moved",
+            request_id=self._ticket.request_id,
+            on=str(self.choice),
+            tokens=[len(told.ids) for told in self.resumed.choices],
+            because=str(self._lost.failure.error),
+        )
+        return Moved(room)
+
+    def _pick(self, ask: Ask) -> Choice:
+        """Another one; or one that failed and has been heard of since. Raises PdrtError."""
+        fleet, pinned = self._tools.fleet, self._ticket.pinned
+        try:
+            return fleet.pick(ask, pinned, self._tried.keys())
+        except PdrtError:
+            stale = [each for each, status in self._tried.items() if each.status is status]
+            return fleet.pick(ask, pinned, stale)
+
+
+def may_help(failure: Failure, *, is_refusal: bool) -> bool:
+    """Whether another instance might go on. A refusal is the answer of one that never began: it
+    may be full, or smaller than the one before."""
+    error: PdrtError = failure.error
+    return error.status != 504 and (is_refusal or error.retryable or error.status >= 500)

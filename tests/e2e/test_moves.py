@@ -1,0 +1,220 @@
+"""Streams outlive their decode instance: whoever dies under them, the client reads one answer.
+
+All of it is what an undisturbed run says: text, ids, odds, counts and end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.e2e.cluster import PATIENT, Cluster, Tables
+
+pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(120)]
+SETTINGS: Tables = {
+    "device": {"kind": "null", "step_ms": 20},
+    "scheduler": {"max_prefill_tokens": 64, "kv_memory": 1 << 20, "prefix_cache": True},
+}
+PROMPT = list(range(200))
+TOKENS = 24
+DRAWN = {"temperature": 1.0, "seed": 11, "repetition_penalty": 1.3, "presence_penalty": 0.5}
+BASE = {"stream": True, "ignore_eos": True, "max_tokens": TOKENS, **DRAWN}
+USAGE = {"stream_options": {"include_usage": True}}
+TALK = {"messages": [{"role": "user", "content": "How are you?"}]}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster.make(tmp_path_factory.mktemp("moves"), 1, 2, 0, SETTINGS, PATIENT)
+    cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+async def cluster(started: Cluster) -> AsyncIterator[Cluster]:
+    for process in started.processes:
+        if process.running.poll() is not None:  # killed by an earlier test
+            process.start()
+    async with started.session() as ready:
+        yield ready
+
+
+@dataclass
+class Read:
+    """What a client made of a stream, by choice."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    odds: dict[int, list[Any]] = field(default_factory=dict)
+    ends: dict[int, str] = field(default_factory=dict)
+    usage: Any = None
+    told: set[str] = field(default_factory=set)  # whose answer it is, and how it came
+    is_done: bool = False
+
+    def event(self, data: str) -> None:
+        assert not self.is_done
+        if data == "[DONE]":
+            self.is_done = True
+            return
+        chunk = json.loads(data)
+        self.usage = chunk.get("usage") or self.usage
+        self.told.add(chunk.get("id") or f"{chunk['request_id']} {chunk['bootstrap_room']}")
+        self.told.add(f"created {chunk.get('created')}")
+        for choice in chunk.get("choices", [chunk]):
+            self._choice(choice)
+
+    def _choice(self, choice: dict[str, Any]) -> None:
+        index = choice.get("index", 0)
+        text = choice.get("output", choice.get("text", choice.get("delta", {}).get("content")))
+        self.texts[index] = self.texts.get(index, "") + (text or "")
+        self.ids.setdefault(index, []).extend(choice.get("output_ids", []))
+        odds = choice.get("logprobs")
+        odds = odds.get("content") or [odds] if isinstance(odds, dict) else odds
+        self.odds.setdefault(index, []).extend(odds or [])
+        if end := choice["finish_reason"]:
+            assert index not in self.ends, "it has ended"
+            self.ends[index] = end
+
+    def same(self) -> tuple[Any, ...]:
+        return self.texts, self.ids, self.odds, self.ends, self.usage
+
+
+async def read(
+    cluster: Cluster, path: str, body: dict[str, Any], kill_at: int = -1, victim: str = ""
+) -> Read:
+    """The whole stream; after so many events its decode instance is killed."""
+    assert cluster.http is not None
+    found, count, event = Read(), 0, "message"
+    async with cluster.http.post(f"{cluster.url}{path}", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        assert answer.headers["x-pd-path"] == "disagg"
+        async for line in answer.content:
+            assert not line.startswith(b":"), "no mark is for the client"
+            name, _, value = line.decode().rstrip("\n").partition(": ")
+            if name == "event":
+                event = value
+            if name == "data":
+                assert event == "message", value
+                found.event(value)
+                count += 1
+                if count == kill_at:
+                    await kill(cluster, victim)
+    assert found.is_done
+    return found
+
+
+async def kill(cluster: Cluster, victim: str) -> None:
+    for name in ("decode0", "decode1"):
+        if (await cluster.figures(name))["rooms"] > 0:
+            node = cluster.nodes[name].running.pid
+            os.kill(await cluster.worker_pid(name) if victim == "worker" else node, signal.SIGKILL)
+            return
+    raise AssertionError("nobody decodes")
+
+
+async def moved(cluster: Cluster) -> float:
+    assert cluster.http is not None
+    async with cluster.http.get(f"{cluster.url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return next(float(x.split()[1]) for x in lines if x.startswith("pdrt_router_moved_total"))
+
+
+GENERATE = {"prompt": PROMPT, "stream": True}
+PARAMS = {"ignore_eos": True, "max_tokens": TOKENS, **DRAWN}
+ASKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": ("/generate", {**GENERATE, "sampling_params": {**PARAMS, "logprobs": 2}}),
+    "generate greedy": ("/generate", {**GENERATE, "sampling_params": {**PARAMS, "temperature": 0}}),
+    "generate n=2": ("/generate", {**GENERATE, "sampling_params": {**PARAMS, "n": 2}}),
+    "completions": ("/v1/completions", {"prompt": PROMPT, "logprobs": 2, **BASE, **USAGE}),
+    "completions echo n=2": (
+        "/v1/completions",
+        {"prompt": "once more", "echo": True, "logprobs": 1, "n": 2, **BASE, **USAGE},
+    ),
+    "chat": (
+        "/v1/chat/completions",
+        {**TALK, "logprobs": True, "top_logprobs": 2, **BASE, **USAGE},
+    ),
+    "chat n=2": ("/v1/chat/completions", {**TALK, "n": 2, **BASE, **USAGE}),
+}
+
+
+@pytest.mark.parametrize("victim", ["worker", "node"])
+@pytest.mark.parametrize("name", ASKS)
+async def test_a_killed_decode_instance_does_not_show_in_its_streams(
+    cluster: Cluster, name: str, victim: str
+) -> None:
+    """CASES 85, 86, 89, 93, 94; SPEC promise 4."""
+    path, body = ASKS[name]
+    body = {**body, "request_id": f"r-{os.getpid()}", "bootstrap_room": 12345}
+    await read(cluster, path, body)  # the prompt is in prefill's cache from now on
+    plain = await read(cluster, path, body)
+    at = {"worker": 3, "node": 9}[victim]
+    before, begun = await moved(cluster), time.monotonic()
+    survived = await read(cluster, path, body, at, victim)
+    assert survived.same() == plain.same()
+    assert len(survived.told) == 2  # one id, one time
+    assert (await moved(cluster)) - before == 1
+    assert time.monotonic() - begun < 2 + 2 * TOKENS * 0.05
+    await cluster.until_baseline()
+
+
+async def test_a_stop_string_that_was_half_said_is_completed_by_another_instance(
+    cluster: Cluster,
+) -> None:
+    """CASES 86: and not a letter of it is told."""
+    path, body = ASKS["generate greedy"]
+    plain = await read(cluster, path, body)
+    text = plain.texts[0]
+    params = {**body["sampling_params"], "stop": [text[9:14]]}
+    body = {**body, "sampling_params": params}
+    whole = await read(cluster, path, body)
+    assert whole.ends == {0: "stop"}
+    for at in (9, 10, 11, 12):
+        survived = await read(cluster, path, body, at, "worker")
+        assert survived.same() == whole.same()
+        await cluster.until_ready()
+    await cluster.until_baseline()
+
+
+async def test_an_answer_that_is_not_streamed_starts_over_and_is_the_same(
+    cluster: Cluster,
+) -> None:
+    body = {"prompt": PROMPT, "sampling_params": PARAMS}
+    whole = await cluster.post("/generate", body)
+    pending = asyncio.ensure_future(cluster.post("/generate", body))
+
+    async def decodes() -> bool:
+        return any([(await cluster.figures(f"decode{i}"))["running"] for i in (0, 1)])
+
+    await cluster.until(decodes, "it decodes")
+    await kill(cluster, "worker")
+    again = await pending
+    assert (again.ids, again.body["usage"]["completion_tokens"]) == (whole.ids, TOKENS)
+    await cluster.until_baseline()
+
+
+async def test_many_streams_move_at_once_and_again(cluster: Cluster) -> None:
+    """Both decode instances die in turn, each under all streams: three may be needed, no more."""
+    path, body = ASKS["generate"]
+    bodies = [
+        {**body, "prompt": PROMPT[: 100 + 10 * i], "sampling_params": {**PARAMS, "max_tokens": 60}}
+        for i in range(8)
+    ]
+    plain = await asyncio.gather(*(read(cluster, path, one) for one in bodies))
+    pending = [asyncio.ensure_future(read(cluster, path, one)) for one in bodies]
+    await asyncio.sleep(0.4)
+    for name in ("decode0", "decode1"):
+        os.kill(await cluster.worker_pid(name), signal.SIGKILL)
+        await cluster.until_ready()
+    for one, other in zip(plain, await asyncio.gather(*pending), strict=True):
+        assert one.same() == other.same()
+    await cluster.until_baseline()
