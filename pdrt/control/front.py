@@ -6,7 +6,7 @@ The fleet is watched and tried in the background for as long as the application 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -22,7 +22,6 @@ from pdrt.control.canary import try_pairs
 from pdrt.control.chance import Chance
 from pdrt.control.claims import claim, release
 from pdrt.control.cors import Cors
-from pdrt.control.door import Door
 from pdrt.control.fleet import Choice, Fleet, listed
 from pdrt.control.gate import AUTHORIZATION
 from pdrt.control.http import Json
@@ -35,6 +34,7 @@ from pdrt.control.order import Order
 from pdrt.control.policy import Ask
 from pdrt.control.relay import Relay
 from pdrt.control.reload import AnyReload, watch
+from pdrt.control.roster import Roster
 from pdrt.control.routermetrics import RouterMetrics
 from pdrt.control.screen import Screen
 from pdrt.control.session import session_of
@@ -80,10 +80,9 @@ class Router:
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     tools: Tools | None = None
     watching: asyncio.Task[None] | None = None
-    relays: set[Relay] = field(default_factory=set)
     batches: set[asyncio.Task[None]] = field(default_factory=set)
     ledger: Ledger = field(init=False)
-    door: Door = field(init=False)
+    roster: Roster = field(init=False)
     rooms: set[int] = field(default_factory=set)  # idempotency keys of requests in flight
     entered: dict[Exchange, Entry] = field(default_factory=dict)  # those with a key
     tracing: Tracing | None = None  # made when it starts, unless it is given
@@ -115,9 +114,14 @@ class Router:
         self.reloads = list(self.keydoor.reloads)
         self.ledger = Ledger(lambda at: wall() - (clock() - at))
         leases, is_open = Leases(self.config.timeouts.lease_s), self.config.policy.registration
-        self.door = Door(self.fleet, leases, clock, is_open)
+        self.roster = Roster(self.fleet, leases, clock, is_open)
         self.fleet.clock = clock
         self.nearby.wanted = self.config.policy.local_prefill_tokens
+
+    @property
+    def relays(self) -> Collection[Relay]:
+        """Those under way."""
+        return self.ledger.running
 
     # Life.
 
@@ -163,7 +167,7 @@ class Router:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.fleet.run(probe))
                 tasks.create_task(self.screen.watch(lambda: self.fleet.instances))
-                tasks.create_task(self.door.run())
+                tasks.create_task(self.roster.run())
                 tasks.create_task(watch(self.reloads))
                 if not self.config.policy.is_plain:
                     tasks.create_task(try_pairs(tools, self.config.timeouts.heartbeat_s))
@@ -278,7 +282,6 @@ class Router:
         assert self.tools is not None, "requests come while the router runs"
 
         def ended(relay: Relay) -> None:
-            self.relays.discard(relay)
             if exchange is not None:
                 release(self.rooms, ticket.client_room)
                 if not exchange.is_over:
@@ -290,7 +293,6 @@ class Router:
                 self._learn(relay, relay.first_byte_at - started)
 
         relay = Relay(ticket, self._choose(ticket), self.tools, client, ended)
-        self.relays.add(relay)
         self.ledger.begin(relay, started)
         return relay
 

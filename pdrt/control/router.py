@@ -111,7 +111,7 @@ async def administered(router: Router, level: LogLevel | None = None) -> AsyncIt
     listening = listen(host, config.ports.admin)
     router.admin_url = f"http://{bracketed(host)}:{listening.getsockname()[1]}"
     server = Server(
-        Admin(router, router.door, key, level),
+        Admin(router, router.roster, key, level),
         "admin",
         max_body_bytes=1 << 16,
         max_head_bytes=config.security.max_header_bytes,
