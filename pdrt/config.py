@@ -249,6 +249,17 @@ class NodeConfig(Section):
     router: RouterSection = RouterSection()
     telemetry: TelemetrySection = TelemetrySection()
 
+    @model_validator(mode="after")
+    def _says_nothing_that_only_routers_do(self) -> Self:
+        """What would be served in the clear must not look as if it were not."""
+        for name in ("tls_cert", "cors_origins"):
+            if getattr(self.security, name):
+                raise ValueError(
+                    f"[security] {name} is for routers, which clients talk to: put one in front of"
+                    " this instance, and leave it out here"
+                )
+        return self
+
 
 class Target(Section):
     """A leader: `http` is its API address, `bootstrap` (prefill) its bootstrap server's."""

@@ -76,9 +76,9 @@ class OrderJob:
         self.order, self.seed = order, seed
         self.stream, self.sequences = order.stream, order.drawn
         prompt = order.prompt
-        self.prompt: object = (
-            [*prompt.turns, *map(json.dumps, prompt.tools)] if isinstance(prompt, Chat) else prompt
-        )
+        self.prompt: object = prompt
+        if isinstance(prompt, Chat):  # templates put tools at the beginning
+            self.prompt = [*map(json.dumps, prompt.tools), *prompt.turns]
         self.prompt_weight = weight_of(self.prompt)
         each = order.max_tokens
         if each is None:

@@ -314,7 +314,13 @@ def test_times_are_the_clocks() -> None:
     answer.times.tokenised = 0.25
     answer.take(out("a"), 0.5)
     answer.take(out("b", "length"), 2.0)
-    assert answer.times.json() == {"tokenise": 250.0, "first_token": 500.0, "total": 2000.0}
+    assert answer.times.json() == {
+        "tokenise": 250.0,
+        "first_token": 500.0,
+        "token_mean": 1500.0,
+        "token_max": 1500.0,
+        "total": 2000.0,
+    }
 
 
 # Templates and files.

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from pdrt.config import RouterConfig
+from pdrt.config import NodeConfig, RouterConfig
 from pdrt.control.reload import watch
 from pdrt.control.router import make_router, make_server, tls_of
 from pdrt.control.tls import certificate_of, context_of
@@ -242,6 +242,15 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             check(SecuritySection, tables, "-")
+
+
+@pytest.mark.parametrize(
+    "security", [{"tls_cert": "a", "tls_key": "b"}, {"cors_origins": ["https://a.org"]}]
+)
+def test_a_node_refuses_what_it_would_not_do(security: dict[str, object]) -> None:
+    """A hybrid instance speaks plain HTTP: its settings must not say otherwise."""
+    with pytest.raises(ConfigError, match="put one in front"):
+        check(NodeConfig, {"security": security}, "hybrid.toml")
 
 
 def test_a_certificate_tells_its_names_and_its_end(ca: trustme.CA, tmp_path: Path) -> None:

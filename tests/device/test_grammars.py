@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
 from pdrt.device import sampler
@@ -258,3 +259,20 @@ def finished(loop: Loop, sequences: list[Sequence_], chunk: int = 512) -> list[l
     while lacking := [s for s in sequences if not s.output or s.output[-1] != worded.END]:
         loop.step(lacking, chunk)
     return [s.output[:-1] for s in sequences]
+
+
+def test_the_models_tokens_are_read_once_and_may_be_read_before_any_grammar() -> None:
+    """It takes a second in which no other Python runs: workers do it before they are ready."""
+    opened = 0
+
+    def open_once() -> LLTokenizer:
+        nonlocal opened
+        opened += 1
+        return open_vocabulary("null", VOCAB, (EOS,))
+
+    early = Grammars(open_once, VOCAB)
+    early.prepare(None)
+    assert opened == 1
+    for grammar in WANTED:
+        early.prepare(grammar)
+    assert opened == 1
