@@ -7,8 +7,10 @@ way, to see whether what was true still is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
+
+from pdrt.control.fleet import Choice
 
 Wanted: TypeAlias = int | Literal["auto"]
 Reason: TypeAlias = Literal["", "short", "auto"]
@@ -51,10 +53,20 @@ class Line:
 class Nearby:
     """The decision, and what it is made of; `wanted` is the setting."""
 
-    wanted: Wanted
+    wanted: Wanted = 0
     local: Line = field(default_factory=Line)
     disagg: Line = field(default_factory=Line)
     turn: int = 0
+
+    def considered(self, choice: Choice, tokens: int) -> Choice:
+        """The same, or its decode instance alone, where that may and should."""
+        if not self.wanted or choice.prefill is None:
+            return choice
+        status = choice.decode.status
+        if status is None or not status.local_prefill:
+            return choice
+        why = self.why(tokens)
+        return replace(choice, prefill=None, local=why) if why else choice
 
     def why(self, tokens: int) -> Reason:
         """Why so many tokens should be computed by decode itself; empty: they should not."""

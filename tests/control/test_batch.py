@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdrt.control.join import Joiner
@@ -231,6 +231,7 @@ def events(i: int, n: int, text: str) -> bytes:
     return f"{said}data: [DONE]\n\n".encode()
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     texts=st.lists(st.text(alphabet="aé你", max_size=4), min_size=2, max_size=4),
     n=st.integers(1, 2),
