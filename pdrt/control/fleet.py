@@ -63,8 +63,8 @@ class Choice:
     decode: Instance
     dp_rank: int = 0
     fallback: str = ""  # why a hybrid serves although there are prefill instances
-    local: str = ""  # why decode computes the prompt itself
     because: Because | None = field(default=None, repr=False)
+    local: str = ""  # why decode computes the prompt itself
 
     def __str__(self) -> str:
         return " + ".join(each.name for each in (self.prefill, self.decode) if each)
@@ -302,8 +302,12 @@ class Fleet:
             view = view_of(view.model, self._pairs_for(view.model), self._grade, without, pinned)
         if view.prefill.instances:
             return self._split(view, ask)
-        if view.alone.instances and pinned is None and not self._is_fallback_barred(view):
-            return self._alone(view, ask, self._why_alone(view))
+        if view.alone.instances and pinned is None:
+            why = self._why_alone(view)
+            if not (why and self.config.policy.strict):
+                return self._alone(view, ask, why)
+            if why == Overloaded.code:
+                raise Overloaded(f"every pair{_of(view.model)} is full, and nobody may step in")
         if view.is_full:
             raise Overloaded(f"every instance{_of(view.model)} is full")
         raise self._nobody(view.model, without, pinned)
@@ -344,9 +348,6 @@ class Fleet:
             self._decoded.note(ask.keys, hybrid.seat(self._decoded, 0))
             note_given(view.alone.loads, picked.at, ask.weight)
         return Choice(None, hybrid, fallback=why, because=Because(ask, None, (view.alone, picked)))
-
-    def _is_fallback_barred(self, view: View) -> bool:
-        return self.config.policy.strict and self._has_prefill(view)
 
     def _has_prefill(self, view: View) -> bool:
         return any(each.model in (view.model, "") for each in self.prefill)

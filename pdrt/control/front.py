@@ -362,10 +362,9 @@ class Router:
 
     def _learn(self, relay: Relay, seconds: float) -> None:
         """A stream's first byte is its first token; a whole answer's is all of them."""
-        choice, job = relay.choice, relay.ticket.job
-        is_known = choice.prefill is not None or choice.local
-        if is_known and job.stream and not (relay.route.tries or relay.route.moves):
-            self.nearby.heard(job.prompt_weight, seconds, is_local=bool(choice.local))
+        job = relay.ticket.job
+        if job.stream and not (relay.route.tries or relay.route.moves):
+            self.nearby.learn(relay.choice, job.prompt_weight, seconds)
 
     # What it says of itself.
 

@@ -88,8 +88,8 @@ class OrderJob:
     @property
     def prompt(self) -> object:
         prompt = self.order.prompt
-        if isinstance(prompt, Chat):
-            return [*prompt.turns, *map(json.dumps, prompt.tools)]
+        if isinstance(prompt, Chat):  # templates put tools at the beginning
+            return [*map(json.dumps, prompt.tools), *prompt.turns]
         return prompt
 
     @property

@@ -24,6 +24,7 @@ SETTINGS: Tables = {
     "device": {"kind": "null", "step_ms": 20},
     "scheduler": {"max_prefill_tokens": 64, "kv_memory": 1 << 20, "prefix_cache": True},
 }
+ROUTER: Tables = {"timeouts": {"move_s": 90.0, "drain_s": 5.0}}  # a busy machine restarts slowly
 PROMPT = list(range(200))
 TOKENS = 24
 DRAWN = {"temperature": 1.0, "seed": 11, "repetition_penalty": 1.3, "presence_penalty": 0.5}
@@ -34,7 +35,9 @@ TALK = {"messages": [{"role": "user", "content": "How are you?"}]}
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster.make(tmp_path_factory.mktemp("moves"), 1, 2, 0, SETTINGS, PATIENT)
+    cluster = Cluster.make(
+        tmp_path_factory.mktemp("moves"), 1, 2, 0, SETTINGS, PATIENT, router=ROUTER
+    )
     cluster.start()
     yield cluster
     cluster.stop()
@@ -251,7 +254,7 @@ async def test_streams_of_a_real_model_move(tmp_path: Path, temperature: float) 
 
     tiny.make("llama", model := tmp_path / "model")
     write_tokenizer(model, tiny.VOCAB)
-    cluster = Cluster.make(tmp_path, 1, 2, 0, {**settings(model), **PATIENT}, router=PATIENT)
+    cluster = Cluster.make(tmp_path, 1, 2, 0, {**settings(model), **PATIENT}, router=ROUTER)
     cluster.startup_s = cluster.answer_s = 240.0
     params = {**PARAMS, "temperature": temperature, "max_tokens": 300, "logprobs": 1}
     body = {**GENERATE, "prompt": [7 + i % 90 for i in range(70)], "sampling_params": params}
