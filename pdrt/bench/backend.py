@@ -196,7 +196,11 @@ class _Connection(asyncio.Protocol):
         else:
             body, self._data = b"", rest
         self._need = 1
-        method, path, _ = head.split(b" ", 2)
+        method, _, target = head.partition(b" ")
+        path, gap, _ = target.partition(b" ")
+        if not gap or method == b"PRI":  # somebody tries HTTP/2: not here
+            self.break_off()
+            return False
         if method == b"POST" and not path.startswith((b"/flush", b"/abort", b"/tokenize")):
             self._serve(bytes(path), bytes(body))
         else:

@@ -294,6 +294,9 @@ def bench_faults(
         ),
     ] = None,
     only: Annotated[str, typer.Option(help="Rows with one of these words, comma-separated.")] = "",
+    instances: Annotated[
+        str, typer.Option(help="Behind the router: scripted, real (without a model) or all.")
+    ] = "all",
     deadline: Annotated[
         float, typer.Option(min=0.5, max=3600.0, help="Seconds that a request may take there.")
     ] = 2.0,
@@ -323,6 +326,7 @@ def bench_faults(
     asked = Asked(
         servers=servers_of(url or []),
         only=only,
+        instances=instances,
         is_quick=quick,
         limits=Limits(deadline_s=deadline, slow_reader_s=slow_reader),
         api_key=api_key,
@@ -331,6 +335,51 @@ def bench_faults(
     report = Report(json_file, is_quiet=quiet)
     environ = config.process_environ()
     raise typer.Exit(faults(asked, report, Console(highlight=False), environ))
+
+
+@bench.command(
+    "router",
+    epilog="Examples: `pdrt bench router --quick` · `pdrt bench router --peer-python"
+    " /opt/peers/bin/python` · routers that run already, in front of 127.0.0.1:31001 (prefill)"
+    " and 31011, 31012 (decode): `pdrt bench router --url other=http://127.0.0.1:30000`",
+)
+def bench_router(
+    url: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=URL of a router on this machine; NAME=URL@PID tells its process."),
+    ] = None,
+    peer_python: Annotated[
+        str, typer.Option(help="An interpreter that has sglang-router or vllm-router installed.")
+    ] = "",
+    conc: Annotated[str, typer.Option(help="Requests in flight, answered as JSON.")] = "1,16,128",
+    streams: Annotated[str, typer.Option(help="Streams in flight.")] = "64,256,1000",
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Turns of each router.")] = 5,
+    seconds: Annotated[
+        float, typer.Option(min=0.5, max=600.0, help="Of a turn; of one with streams twice that.")
+    ] = 3.0,
+    quick: Annotated[bool, typer.Option("--quick", help="One short round: a first look.")] = False,
+    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no tables.")] = False,
+) -> None:
+    """What a request and a chunk cost pdrt's router: processor time, delay, memory, beside peers.
+
+    Scripted backends and the client on one core, the router that has its turn on another.
+    """
+    from pdrt.bench.router import Asked, router, widths_of
+    from pdrt.bench.shell import Report
+
+    asked = Asked(
+        given=url or (),
+        peer_python=peer_python,
+        conc=widths_of(conc, "--conc"),
+        streams=widths_of(streams, "--streams"),
+        rounds=1 if quick else rounds,
+        json_s=1.0 if quick else seconds,
+        stream_s=2.0 if quick else 2 * seconds,
+    )
+    report = Report(json_file, is_quiet=quiet)
+    environ = config.process_environ()
+    raise typer.Exit(router(asked, report, Console(highlight=False), environ))
 
 
 def _bench_key(address: str, option: str) -> ClusterKey:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from rich import box
@@ -22,7 +22,8 @@ from rich.table import Table
 from pdrt.bench.facts import machine_facts
 from pdrt.bench.faults_client import Caller, Got
 from pdrt.bench.faults_ground import Ground, scripted
-from pdrt.bench.faults_rows import Row, rows
+from pdrt.bench.faults_real import Real, real_rows, real_started
+from pdrt.bench.faults_rows import OneRow, Row, rows
 from pdrt.bench.faults_verdict import BOUND_S, Limits, Outcome, broken
 from pdrt.bench.load import Server
 from pdrt.bench.router_process import pdrt_router, running
@@ -31,6 +32,8 @@ from pdrt.errors import ConfigError
 from pdrt.folder import PrivateFolder
 
 Tell: TypeAlias = Callable[[str], None]
+G = TypeVar("G")
+_KINDS: Final = ("all", "scripted", "real")
 _PREFIX: Final = "pdrt-faults-"
 _BEAT: Final = {"heartbeat_s": 0.5, "heartbeat_timeout_s": 0.5}  # so that rows follow soon
 _MOST_S: Final = 5.0  # how long legs are watched
@@ -48,19 +51,27 @@ _COLUMNS: Final = (
 class Asked:
     servers: Sequence[Server] = ()  # routers that run already; none: pdrt's is started
     only: str = ""  # a part of the rows' names
+    instances: str = "all"  # scripted, real or all; routers that run have scripted ones
     is_quick: bool = False
     limits: Limits = field(default_factory=lambda: Limits(deadline_s=2.0, slow_reader_s=3.0))
     api_key: str = ""
     model: str = ""
 
-    def rows(self) -> list[Row]:
-        """Raises ConfigError when there are none."""
-        words = [word.strip() for word in self.only.split(",") if word.strip()]
-        named = [row for row in rows() if not words or any(word in row.name for word in words)]
-        chosen = [row for row in named if not (self.is_quick and row.is_slow)]
-        if not chosen:
+    def rows(self) -> tuple[list[Row], list[Real]]:
+        """Of scripted backends and of real instances. Raises ConfigError when there are none."""
+        if self.instances not in _KINDS:
+            raise ConfigError(f"--instances {self.instances!r}: want {', '.join(_KINDS)}")
+        is_real = self.instances != "scripted" and not self.servers
+        scripted_rows = [] if self.instances == "real" else self._named(rows())
+        found = scripted_rows, self._named(list(real_rows())) if is_real else []
+        if not any(found):
             raise ConfigError(f"--only {self.only!r}: no row has that in its name")
-        return chosen
+        return found
+
+    def _named(self, among: Sequence[OneRow[G]]) -> list[OneRow[G]]:
+        words = [word.strip() for word in self.only.split(",") if word.strip()]
+        named = [row for row in among if not words or any(word in row.name for word in words)]
+        return [row for row in named if not (self.is_quick and row.is_slow)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +105,10 @@ def _rounded(seconds: float | None) -> float | None:
 def faults(asked: Asked, report: Report, console: Console, environ: Mapping[str, str]) -> int:
     """Try all and report; the exit status is 1 when a bound was broken. Raises PdrtError."""
     report.check()
-    chosen = asked.rows()
-    with _progress(report.is_quiet, len(chosen) * max(len(asked.servers), 1)) as tell:
-        lines = run(measure(asked, chosen, tell, environ))
+    chosen, real = asked.rows()
+    with _progress(report.is_quiet, len(chosen) * max(len(asked.servers), 1) + len(real)) as tell:
+        lines = run(measure(asked, chosen, tell, environ)) if chosen else []
+        lines += run(_of_real(real, tell, environ)) if real else []
     if not report.is_quiet:
         show(console, lines)
     if report.json_file:
@@ -128,6 +140,12 @@ async def measure(
             f"the backends' ports {PREFILL_PORTS}, {DECODE_PORTS}: {error}"
         ) from error
     return found
+
+
+async def _of_real(real: Sequence[Real], tell: Tell, environ: Mapping[str, str]) -> list[Line]:
+    limits = Limits(deadline_s=1.0)
+    async with real_started(environ) as ground:
+        return [await tried("pdrt, real instances", row, ground, limits, tell) for row in real]
 
 
 def _caller(server: Server, asked: Asked) -> Caller:
@@ -163,7 +181,18 @@ async def started(limits: Limits, environ: Mapping[str, str]) -> AsyncIterator[G
                 yield ground
 
 
-async def tried(router: str, row: Row, ground: Ground, limits: Limits, tell: Tell) -> Line:
+class Place(Protocol):
+    """A ground, once a row is over."""
+
+    async def released(self, within_s: float) -> float | None: ...
+
+    async def well(self) -> float | None: ...
+
+
+P = TypeVar("P", bound=Place)
+
+
+async def tried(router: str, row: OneRow[P], ground: P, limits: Limits, tell: Tell) -> Line:
     """One row, and all well again after it."""
     tell(f"{router}: {row.name}")
     got: Got = await row.act(ground)

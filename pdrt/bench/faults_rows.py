@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from pdrt.bench.backend import Play
 from pdrt.bench.faults_client import Got
@@ -21,12 +21,20 @@ _GONE: Final = (500, 502, 503)
 _TEN_MB: Final = 10_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+G = TypeVar("G")
+
+
+@dataclass(frozen=True)
+class OneRow(Generic[G]):
+    """A fault on a ground of some kind."""
+
     name: str
-    act: Act
+    act: Callable[[G], Awaitable[Got]]
     want: Want
     is_slow: bool = False  # waits for a limit of many seconds
+
+
+Row: TypeAlias = OneRow[Ground]
 
 
 def rows() -> list[Row]:

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from pdrt.bench.backend import Backend, Play
 from pdrt.bench.faults import started, tried
 from pdrt.bench.faults_client import Caller, Got, dechunked, parsed_head
-from pdrt.bench.faults_ground import Ground
+from pdrt.bench.faults_ground import Ground, scripted
+from pdrt.bench.faults_real import Real, RealGround, real_rows, real_started
 from pdrt.bench.faults_rows import Row, rows
 from pdrt.bench.faults_verdict import Limits, Outcome, Want, broken
 from pdrt.cli import app
@@ -42,6 +43,26 @@ async def ground() -> AsyncIterator[Ground]:
 async def test_the_router_keeps_the_bounds_of_a_fault(row: Row, ground: Ground) -> None:
     """CASES 1, 2, 27, 30, 79, 95: whatever goes wrong ends soon, typed, and frees both legs."""
     line = await tried("pdrt", row, ground, LIMITS, lambda _text: None)
+    assert line.problems == [], line.outcome.got
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def real_ground() -> AsyncIterator[RealGround]:
+    async with real_started(os.environ) as found:
+        yield found
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(120)
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("row", [pytest.param(r, id=r.name) for r in real_rows()])
+async def test_real_instances_keep_the_bounds_of_a_fault(
+    row: Real, real_ground: RealGround
+) -> None:
+    """CASES 1, 2, 22, 27, 30, 33, 95: as a client of real processes sees it."""
+    line = await tried("pdrt", row, real_ground, Limits(deadline_s=1.0), lambda _text: None)
     assert line.problems == [], line.outcome.got
 
 
@@ -200,9 +221,28 @@ def test_the_command_writes_rows_and_ends_well(tmp_path: Path) -> None:
     assert [each["broken"] for each in found] == [[], []]
 
 
-def test_the_command_ends_with_1_when_a_bound_is_broken() -> None:
-    """Against what is no router: the backends themselves would be asked by nobody."""
-    asked = ["bench", "faults", "--only", "nonsense"]
-    ran = CliRunner().invoke(app, asked)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [(["--only", "nonsense"], "no row has that"), (["--instances", "x"], "--instances 'x'")],
+)
+def test_rows_that_are_none_are_refused(options: list[str], says: str) -> None:
+    ran = CliRunner().invoke(app, ["bench", "faults", *options])
     assert isinstance(ran.exception, ConfigError)
-    assert "no row has that" in str(ran.exception)
+    assert says in str(ran.exception)
+
+
+async def test_a_row_that_breaks_a_bound_is_told(ground_of_nobody: Ground) -> None:
+    """What stands there is no router: it passes nothing on."""
+    row = next(row for row in rows() if row.name == "decode 429, json")
+    line = await tried("none", row, ground_of_nobody, LIMITS, lambda _text: None)
+    assert any("status 200, wanted 429" in problem for problem in line.problems)
+    assert line.point()["broken"] == line.problems
+
+
+@pytest.fixture
+async def ground_of_nobody() -> AsyncIterator[Ground]:
+    backend = Backend("prefill")
+    await backend.listen()
+    async with scripted() as (prefill, decode):
+        yield Ground(Caller("127.0.0.1", backend.port, 2.0), prefill, decode)
+    backend.refuse()
