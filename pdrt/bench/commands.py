@@ -351,6 +351,10 @@ def bench_router(
     peer_python: Annotated[
         str, typer.Option(help="An interpreter that has sglang-router or vllm-router installed.")
     ] = "",
+    backends: Annotated[
+        str, typer.Option(help="PREFILL/DECODE,...: ports of backends that run. [default: ours]")
+    ] = "",
+    path: Annotated[str, typer.Option(help="/v1/completions or /generate.")] = "/v1/completions",
     conc: Annotated[str, typer.Option(help="Requests in flight, answered as JSON.")] = "1,16,128",
     streams: Annotated[str, typer.Option(help="Streams in flight.")] = "64,256,1000",
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Turns of each router.")] = 5,
@@ -371,6 +375,8 @@ def bench_router(
     asked = Asked(
         given=url or (),
         peer_python=peer_python,
+        backends=backends,
+        path=path,
         conc=widths_of(conc, "--conc"),
         streams=widths_of(streams, "--streams"),
         rounds=1 if quick else rounds,
