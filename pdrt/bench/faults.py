@@ -150,12 +150,8 @@ async def _of_real(real: Sequence[Real], tell: Tell, environ: Mapping[str, str])
 
 def _caller(server: Server, asked: Asked) -> Caller:
     url = urlsplit(server.base)
-    caller = Caller(url.hostname or "", url.port or 80, _patience_s(asked.limits))
+    caller = Caller(url.hostname or "", url.port or 80)
     return replace(caller, api_key=asked.api_key, model=asked.model or caller.model)
-
-
-def _patience_s(limits: Limits) -> float:
-    return max(limits.deadline_s, limits.slow_reader_s, limits.upload_s) + 2 * BOUND_S
 
 
 async def _is_pdrt(ground: Ground) -> bool:
@@ -175,14 +171,16 @@ async def started(limits: Limits, environ: Mapping[str, str]) -> AsyncIterator[G
             }
             program = pdrt_router(Path(private.path), ports[0], ports[1], timeouts)
             async with running(program, private.path, environ) as child:
-                caller = Caller("127.0.0.1", program.port, _patience_s(limits))
+                caller = Caller("127.0.0.1", program.port)
                 ground = Ground(caller, prefill, decode, (child.pid,))
                 await ground.well()
                 yield ground
 
 
 class Place(Protocol):
-    """A ground, once a row is over."""
+    """A ground, before and after a row."""
+
+    caller: Caller
 
     async def released(self, within_s: float) -> float | None: ...
 
@@ -195,6 +193,8 @@ P = TypeVar("P", bound=Place)
 async def tried(router: str, row: OneRow[P], ground: P, limits: Limits, tell: Tell) -> Line:
     """One row, and all well again after it."""
     tell(f"{router}: {row.name}")
+    patience_s = limits.answer_s(row.want) + BOUND_S
+    ground.caller = replace(ground.caller, patience_s=patience_s)
     got: Got = await row.act(ground)
     released = await ground.released(_MOST_S)
     outcome = Outcome(got, released, await ground.well())
