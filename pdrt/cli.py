@@ -24,6 +24,8 @@ from pdrt.conformance.command import EXAMPLES as CONFORMANCE
 from pdrt.conformance.command import conformance
 from pdrt.errors import ConfigError, PdrtError
 from pdrt.given import demo_model_directory, with_key, with_model
+from pdrt.keycommands import keys
+from pdrt.top.command import TOP, top
 
 if TYPE_CHECKING:
     from pdrt.up.layout import Wanted
@@ -37,6 +39,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")
 
 
 class RoleName(StrEnum):
@@ -320,6 +323,7 @@ def chat(
 
 
 app.command(epilog=CONFORMANCE)(conformance)
+app.command(epilog=TOP)(top)
 
 
 @app.command(epilog="Example: `pdrt doctor --conf conf/decode.toml --role decode`")

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from pdrt.errors import ConfigError
-from pdrt.keys import ClusterKey
-from pdrt.settings import Section, override, read_toml
+from pdrt.security import SecuritySection as SecuritySection
+from pdrt.settings import Positive, Section, Strings, override, read_toml
 from pdrt.settings import check as check
 
 Role = Literal["prefill", "decode", "hybrid"]
@@ -26,10 +26,8 @@ TransportName = Literal["shm", NetworkName]
 PolicyName = Literal[
     "room", "round_robin", "least_loaded", "power_of_two", "consistent_hash", "prefix_aware"
 ]
-Positive = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Duration = Annotated[float, Field(gt=0, le=86400)]
-Strings = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists, no tuples
 Cores = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
 
 
@@ -194,36 +192,6 @@ class TimeoutsSection(Section):
         return self
 
 
-class SecuritySection(Section):
-    key_file: str = ""
-    key: Annotated[str, Field(repr=False)] = ""  # better from PDRT_SECURITY_KEY than from a file
-    api_keys: Annotated[Strings, Field(repr=False)] = ()  # clients, at the router
-    max_body_bytes: Positive = 8 << 20
-    max_header_bytes: Positive = 32 << 10  # the request line and all headers, at the router
-    max_rooms_per_peer: Positive = 4096
-
-    def cluster_key(self) -> ClusterKey | None:
-        """The key, or None when none is configured. Raises ConfigError when it is no good."""
-        text, where = self.key, "[security] key"
-        try:
-            if not text and self.key_file:
-                where = f"[security] key_file = {self.key_file!r}"
-                text = Path(self.key_file).expanduser().read_text(encoding="utf-8")
-            elif not text:
-                return None
-            return ClusterKey.from_text(text)
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such ~user
-            raise ConfigError(f"{where}: {error}") from error
-
-    @property
-    def is_key_file_exposed(self) -> bool:
-        """Whether other users of this machine may read the key file."""
-        try:
-            return bool(self.key_file and Path(self.key_file).expanduser().stat().st_mode & 0o044)
-        except (OSError, RuntimeError):
-            return False  # `cluster_key` says what is wrong
-
-
 class PortsSection(Section):
     router: Port = 8000
     prefill: Port = 8001
@@ -254,6 +222,20 @@ class RouterSection(Section):
         return self
 
 
+class TelemetrySection(Section):
+    otlp_endpoint: str = ""  # a collector's, OTLP over HTTP; empty: no traces
+    sample: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the traces that begin here
+
+    @model_validator(mode="after")
+    def _endpoint_is_a_url(self) -> Self:
+        if self.otlp_endpoint and not re.match(r"https?://[^/\s]", self.otlp_endpoint):
+            raise ValueError(
+                f"otlp_endpoint = {self.otlp_endpoint!r} is no URL: want one such as"
+                " http://127.0.0.1:4318"
+            )
+        return self
+
+
 class NodeConfig(Section):
     model: ModelSection = ModelSection()
     device: DeviceSection = DeviceSection()
@@ -265,6 +247,18 @@ class NodeConfig(Section):
     ports: PortsSection = PortsSection()
     log: LogSection = LogSection()
     router: RouterSection = RouterSection()
+    telemetry: TelemetrySection = TelemetrySection()
+
+    @model_validator(mode="after")
+    def _says_nothing_that_only_routers_do(self) -> Self:
+        """What would be served in the clear must not look as if it were not."""
+        for name in ("tls_cert", "cors_origins"):
+            if getattr(self.security, name):
+                raise ValueError(
+                    f"[security] {name} is for routers, which clients talk to: put one in front of"
+                    " this instance, and leave it out here"
+                )
+        return self
 
 
 class Target(Section):
@@ -278,12 +272,38 @@ class Target(Section):
 class PolicySection(Section):
     prefill: PolicyName = "least_loaded"
     decode: PolicyName = "least_loaded"
-    canary: bool = True  # ready only when a pair has really served; false: not pdrt, no token
+    backends: Literal["pdrt", "plain"] = "pdrt"  # plain: not pdrt's; no token, no canary
     max_in_flight: Positive = 4096  # beyond: 429
+    local_prefill_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = 0  # by decode itself
+    strict: bool = False  # only prefill and decode serve; else 503
     migrate: bool = True  # a stream whose decode instance dies goes on with another one ...
     max_moves: Annotated[int, Field(ge=1, le=100)] = 3  # ... so many times at most
     registration: bool = False  # instances may register themselves; then no targets need be listed
     default_model: str = ""  # of requests that name none, where several are served
+
+    @property
+    def is_plain(self) -> bool:
+        return self.backends == "plain"
+
+    @model_validator(mode="after")
+    def _plain_backends_cannot(self) -> Self:
+        if self.is_plain and self.registration:
+            raise ValueError(
+                'backends = "plain" and registration = true: only pdrt\'s instances register'
+                " themselves; list plain backends as targets"
+            )
+        if self.is_plain and self.migrate and "migrate" in self.model_fields_set:
+            raise ValueError(
+                'backends = "plain" and migrate = true: only pdrt\'s instances go on with a'
+                " stream that another one began; leave migrate out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _strict_is_strict(self) -> Self:
+        if self.strict and self.local_prefill_tokens:
+            raise ValueError("strict = true wants local_prefill_tokens = 0: no other path serves")
+        return self
 
 
 class AdminSection(Section):
@@ -306,6 +326,7 @@ class RouterConfig(Section):
     security: SecuritySection = SecuritySection()
     ports: PortsSection = PortsSection()
     log: LogSection = LogSection()
+    telemetry: TelemetrySection = TelemetrySection()
 
     @model_validator(mode="after")
     def _has_targets(self) -> Self:
@@ -399,6 +420,11 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 def user_key_file(environ: Mapping[str, str] = os.environ) -> Path:
     """The cluster key that one user's processes on one machine share when none is named."""
     return Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "pdrt" / "key"
+
+
+def api_keys_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where `pdrt keys` keeps clients' keys when no file is named."""
+    return user_key_file(environ).with_name("api_keys.toml")
 
 
 def bracketed(host: str) -> str:

@@ -6,6 +6,8 @@ Loading and computing block, so they have a thread of their own; the event loop 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,14 +17,15 @@ from pdrt.config import NodeConfig
 from pdrt.data.memory import PoolMemory
 from pdrt.device.backends import Progress, open_runner, retraction_of
 from pdrt.device.batch import Drawn, Runner, SeqStep
+from pdrt.device.compiler import LIBRARY
 from pdrt.device.cores import pin
 from pdrt.device.moves import Moves
 from pdrt.device.places import Rendezvous
 from pdrt.device.poolsize import host_bytes, pool_blocks
 from pdrt.device.spare import Spare, spare_blocks
-from pdrt.errors import PeerLost
+from pdrt.errors import BadRequest, PeerLost
 from pdrt.messages import Grammar, Loading
-from pdrt.modelspec import ModelSpec
+from pdrt.modelspec import NULL_PATH, ModelSpec
 from pdrt.spawn import WorkerSpec
 
 P = ParamSpec("P")
@@ -96,6 +99,18 @@ class DeviceThread:
     def _step(self, batch: Sequence[SeqStep], moves: Moves) -> tuple[list[Drawn], tuple[int, ...]]:
         lost = self.spare.do(moves) if moves else ()
         return self.runner.execute(batch), lost
+
+    async def read_vocabulary(self) -> None:
+        """For grammars, where they can be had; before we are ready.
+
+        The library holds Python's lock for a second or more with a large one, and whoever pinged
+        us meanwhile would take us for dead.
+        """
+        is_null = self._spec.config.model.path == NULL_PATH
+        if is_null or importlib.util.find_spec(LIBRARY) is None:
+            return
+        with contextlib.suppress(BadRequest):  # requests with a grammar are told
+            await self._loop.run_in_executor(self._beside, self.runner.prepare, None)
 
     async def prepare(self, grammar: Grammar) -> None:
         """Beside the device's steps, which go on meanwhile. Raises BadRequest."""

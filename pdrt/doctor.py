@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -43,22 +42,11 @@ from pdrt.data.probe import CURES
 from pdrt.data.trial import try_out
 from pdrt.device.poolsize import host_bytes
 from pdrt.errors import ConfigError, PdrtError
+from pdrt.findings import Finding, Verdict, fine, note, wrong
+from pdrt.frontdoor import check_door, check_keys
 from pdrt.modelspec import ModelSpec
 
 _TOUCH_S: Final = 1.0
-
-
-class Verdict(StrEnum):
-    FINE = "ok"
-    NOTE = "note"
-    WRONG = "wrong"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    verdict: Verdict
-    what: str
-    advice: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +57,6 @@ class Host:
     devices: Callable[[TransportName], list[str]] = installed.devices
     trial: Callable[[TransferSection, str], float] = try_out
     alone_s: float = 1.5  # that a trial has the host for itself; mostly it has ended by then
-
-
-def fine(what: str) -> Finding:
-    return Finding(Verdict.FINE, what)
-
-
-def note(what: str, advice: str = "") -> Finding:
-    return Finding(Verdict.NOTE, what, advice)
-
-
-def wrong(what: str, advice: str) -> Finding:
-    return Finding(Verdict.WRONG, what, advice)
 
 
 def examine(
@@ -147,6 +123,8 @@ def _node(config: NodeConfig, role: Role | None, cache: Path) -> Iterator[Findin
     yield from _instance(config, role)
     yield from _ports(config, role, host)
     yield from _key(config.security, host)
+    if config.security.api_keys_file and role in (None, "hybrid"):
+        yield from check_keys(config.security, host)
 
 
 def _router(config: RouterConfig) -> Iterator[Finding]:
@@ -154,6 +132,7 @@ def _router(config: RouterConfig) -> Iterator[Finding]:
     yield _port("router", config.local_ip, config.ports.router)
     yield _port("admin", config.admin.host or config.local_ip, config.ports.admin)
     yield from _key(config.security, config.local_ip)
+    yield from check_door(config.security, config.local_ip)
     for target in (*config.prefill, *config.decode, *config.hybrid):
         yield _peer(target.http)
 

@@ -17,6 +17,7 @@ class PdrtError(Exception):
     status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
     stage: str = ""  # where it arose, when the one who raised it knows
+    retry_after: int = 0  # seconds, when the one who raised it knows
 
 
 class Illegal(PdrtError):
@@ -113,6 +114,12 @@ class Overloaded(PdrtError):
     code = "overloaded"
     status = 429
     retryable = True
+
+
+class RateLimited(Overloaded):
+    """This API key has used up what it may; others are served. Answered with Retry-After."""
+
+    code = "rate_limited"
 
 
 class Unavailable(PdrtError):

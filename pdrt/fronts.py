@@ -5,6 +5,7 @@ Both have parts for the supervisor, an HTTP API, and actors beside it.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
@@ -21,18 +22,23 @@ from pdrt.control import api, worker_node
 from pdrt.control.dispatch import DPDispatcher
 from pdrt.control.grammarcheck import GrammarCheck
 from pdrt.control.heartbeat import Tell, Time
+from pdrt.control.keydoor import KeyDoor
 from pdrt.control.leader import Leader, Limits
 from pdrt.control.leader_client import LeaderClient
 from pdrt.control.leases import Registration
 from pdrt.control.membership import Registrar
 from pdrt.control.nodes import Board, FarNode, Nodes
 from pdrt.control.nodes_http import add_routes
+from pdrt.control.order import PATHS
 from pdrt.control.parts import Condition, Handle, Parts, lanes
+from pdrt.control.reload import watch
 from pdrt.control.router_client import RouterClient
 from pdrt.control.selftest import self_test
 from pdrt.control.shown import Shown
 from pdrt.control.sides import Side, make_side
 from pdrt.control.text import TextPool, open_text
+from pdrt.control.traces import Tracing
+from pdrt.control.tracing import open_tracing
 from pdrt.control.uplink import Uplink
 from pdrt.control.worker_handle import Lost
 from pdrt.control.worker_node import LedSide, LedWork, WorkerNode
@@ -127,6 +133,8 @@ class Lead:
         side = make_side(role, config, setting.disagg, setting.key, tell, setting.epoch)
         self._net: CurveContext | None = None
         self._registrar: Registrar | None = None
+        self._keydoor: KeyDoor | None = None
+        self._tracing: Tracing | None = None
         self._nodes = self._others(Time(time.monotonic))
         self._nodes.hear(told)
         self._board = Board(time.monotonic, parallel.dp)
@@ -167,11 +175,29 @@ class Lead:
     ) -> web.Application:
         if self._net is not None:
             stack.callback(self._net.close)
+        self._keydoor = self._keydoor_of(registry)
+        self._tracing = self._open_tracing(stack)
         text = TextPool(open_text(self._setting.config.model.path))
         stack.callback(text.close)
         app = api.make_app(self._leader(text, registry, drain))
         add_routes(app, self._nodes, self._board)
         return app
+
+    def _open_tracing(self, stack: AsyncExitStack) -> Tracing | None:
+        setting = self._setting
+        instance = f"{bracketed(setting.disagg.local_ip)}:{setting.port}"
+        service = f"pdrt-{setting.role}"
+        tracing = open_tracing(setting.config.telemetry, service, instance)
+        if tracing is not None:
+            stack.push_async_callback(asyncio.to_thread, tracing.close)
+        return tracing
+
+    def _keydoor_of(self, registry: CollectorRegistry) -> KeyDoor | None:
+        """Only a hybrid instance has clients."""
+        if self._setting.role != "hybrid":
+            return None
+        security = self._setting.config.security
+        return KeyDoor(security, registry, time.monotonic, (), PATHS)
 
     def _leader(self, text: TextPool, registry: CollectorRegistry, drain: Drain) -> Leader:
         setting, parts = self._setting, self.parts
@@ -207,7 +233,8 @@ class Lead:
             served=parts.condition.served,
             drain=drain,
             takes_prompts=takes_prompts,
-            api_keys=config.security.api_keys,
+            door=self._keydoor,
+            tracing=self._tracing,
         )
 
     def bound(self, url: str, stack: AsyncExitStack) -> None:
@@ -234,7 +261,8 @@ class Lead:
     def actors(self) -> list[Coroutine[Any, Any, None]]:
         nodes = [self._nodes.run(self._net)] if self._net is not None else []
         registrar = [self._registrar.run()] if self._registrar is not None else []
-        return [*self.parts.side.actors(), *nodes, *registrar]
+        reloads = self._keydoor.reloads if self._keydoor is not None else []
+        return [*self.parts.side.actors(), *nodes, *registrar, watch(reloads)]
 
 
 class Led:

@@ -5,7 +5,6 @@ Whoever holds the key is inside the trust boundary; nothing derived from it reve
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ class ClusterKey:
 
     def derive(self, purpose: str) -> bytes:
         """32 bytes for one purpose (HMAC-SHA256 as a key-derivation function)."""
-        return hmac.new(self.secret, b"pdrt:" + purpose.encode(), hashlib.sha256).digest()
+        return hmac.digest(self.secret, b"pdrt:" + purpose.encode(), "sha256")
 
     def bearer(self) -> str:
         """The token for `authorization: Bearer` on bootstrap, leader and admin HTTP."""
@@ -58,7 +57,7 @@ class ClusterKey:
     def mac(self, *parts: bytes) -> bytes:
         """16 bytes that only a holder of the key can make over these parts, in this order."""
         framed = b"".join(len(p).to_bytes(4, "little") + p for p in parts)
-        return hmac.new(self.derive("mac"), framed, hashlib.sha256).digest()[:16]
+        return hmac.digest(self.derive("mac"), framed, "sha256")[:16]
 
     def is_mac(self, mac: bytes, *parts: bytes) -> bool:
         return hmac.compare_digest(mac, self.mac(*parts))

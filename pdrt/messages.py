@@ -565,6 +565,12 @@ class Ready:
     eos_token_ids: tuple[Number, ...]
 
 
+SpentMs: TypeAlias = tuple[
+    tuple[Annotated[str, Field(max_length=16)], Annotated[float, Field(ge=0, allow_inf_nan=False)]],
+    ...,
+]  # phases of a request and how long they took, on the worker's clock
+
+
 @_wire
 class Output:
     """What a room gained in this step; `finish` or `problem` ends it.
@@ -582,6 +588,7 @@ class Output:
     index: U31 = 0  # which of the n sequences; `finish` ends it, the last one's ends the room
     tops: Annotated[bytes, Field(max_length=1 << 23)] = b""  # `pack_tops` of `tokens`
     scored: Annotated[bytes, Field(max_length=1 << 23)] = b""  # `pack_odds` of the prompt
+    spent_ms: Annotated[SpentMs, Field(max_length=16)] = ()  # with some: all of it until now
 
 
 _validated: Final = TypeAdapter(Output).validator.validate_python

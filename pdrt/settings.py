@@ -10,11 +10,14 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pdrt.errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+Strings = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists, no tuples
 
 
 class Section(BaseModel):

@@ -84,6 +84,7 @@ class Worker:
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         device, members, life = self._device, self._members, self._life
         await device.load()
+        await device.read_vocabulary()
         blocks, copies = device.memory.blocks, device.spare.blocks
         self._sched = parts.scheduler(self._spec, device.runner, blocks, copies)
         await life.open_transfers(tasks)

@@ -23,8 +23,10 @@ COMMANDS = [
     "generate",
     "chat",
     "doctor",
+    "top",
     "bench",
     "conformance",
+    "keys",
 ]
 
 

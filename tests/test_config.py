@@ -132,6 +132,15 @@ WRONG_ROUTER: list[tuple[str, list[str]]] = [
     ("[[hybrid]]\nhttp = 'a:1'\n[[hybrid]]\nhttp = 'a:1'", ["stands twice"]),
     ("local_ip = 7", ["local_ip = 7", "valid string"]),
     ("local_ip = '[::1]'\n[[hybrid]]\nhttp = 'a:1'", ["without port and brackets"]),
+    (
+        "[policy]\nbackends = 'plain'\nregistration = true\n[[hybrid]]\nhttp = 'a:1'",
+        ["plain", "registration"],
+    ),
+    (
+        "[policy]\nbackends = 'plain'\nmigrate = true\n[[hybrid]]\nhttp = 'a:1'",
+        ["plain", "migrate"],
+    ),
+    ("[policy]\ncanary = false\n[[hybrid]]\nhttp = 'a:1'", ["[policy] canary"]),
     ("[policy]\nprefill = 'best'\n[[hybrid]]\nhttp = 'a:1'", ["[policy] prefill = 'best'"]),
     ("[scheduler]\nblock_size = 16", ["scheduler: unknown key"]),
 ]

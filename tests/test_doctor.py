@@ -18,19 +18,9 @@ from pdrt.config import TransferSection
 from pdrt.data import trial as module
 from pdrt.data.installed import NEEDS, ORDER
 from pdrt.data.trial import try_out
-from pdrt.doctor import (
-    Finding,
-    Host,
-    Verdict,
-    examine,
-    fine,
-    is_node,
-    is_router,
-    note,
-    show,
-    wrong,
-)
+from pdrt.doctor import Host, examine, is_node, is_router, show
 from pdrt.errors import TransferFailed
+from pdrt.findings import Finding, Verdict, fine, note, wrong
 
 ROOT = Path(__file__).parent.parent
 FREE = "[ports]\nrouter = 0\nadmin = 0\nprefill = 0\ndecode = 0\nhybrid = 0\nbootstrap = 0\n"

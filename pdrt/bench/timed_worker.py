@@ -75,7 +75,7 @@ class TimedRunner:
     def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         self._inner.join(rendezvous, timeout_s)
 
-    def prepare(self, grammar: Grammar) -> None:
+    def prepare(self, grammar: Grammar | None) -> None:
         self._inner.prepare(grammar)
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from pdrt.control.detokenize import Pieces, StopScanner
 from pdrt.control.http import Json
 from pdrt.control.likely import Odds, PromptPart
+from pdrt.control.times import Times as Times
+from pdrt.control.toolcalls import CallPiece, ToolReader, joined
 from pdrt.errors import BadMessage, PdrtError
 from pdrt.messages import Finish, Output, unpack_tops
+
+End: TypeAlias = Finish | Literal["tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +27,10 @@ class Delta:
 
     text: str
     ids: tuple[int, ...]
-    finish: Finish | None = None
+    finish: End | None = None
     index: int = 0
     odds: tuple[Odds, ...] = ()  # one an id, where they are wanted
-
-
-@dataclass(slots=True)
-class Times:
-    """Seconds on the leader's clock; zero until known."""
-
-    arrived: float
-    tokenised: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-
-    def json(self) -> Json:
-        marks = {"tokenise": self.tokenised, "first_token": self.first, "total": self.last}
-        return {name: round((at - self.arrived) * 1000, 3) for name, at in marks.items() if at}
+    calls: tuple[CallPiece, ...] = ()
 
 
 @dataclass(slots=True)
@@ -53,7 +45,10 @@ class Choice:
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     odds: list[Odds] = field(default_factory=list)
-    finish: Finish | None = None
+    finish: End | None = None
+    said_at: float = 0.0  # when its last token came
+    tools: ToolReader | None = None  # where its text may be calls
+    calls: list[CallPiece] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -69,35 +64,59 @@ class Choice:
         self.ids += delta.ids
         self.texts.append(delta.text)
         self.odds += delta.odds
+        self.calls += delta.calls
         self.finish = delta.finish
         return delta
 
     def _add(self, output: Output) -> Delta:
         spoken, silent = _spoken(output)
         text: list[str] = []
+        calls: list[CallPiece] = []
         begins: list[int] = []  # where each token's text does
+        tools = self.tools
         for token in spoken:
             begins.append(self.reached)
             piece = self.pieces.push(token)
             self.reached += len(piece)
             said, is_stopped = self.scanner.feed(piece)
+            if tools is not None:
+                said = _listen(tools, said, calls)
             text.append(said)
-            if is_stopped:
-                return self._delta(text, output, begins, "stop")
+            if is_stopped or (tools is not None and tools.is_done):
+                return self._delta(text, calls, output, begins, "stop")
         if output.finish is None:
-            return self._delta(text, output, begins, None)
+            return self._delta(text, calls, output, begins, None)
         begins += [self.reached] * len(silent)
         said, is_stopped = self.scanner.feed(self.pieces.flush())
-        text += (said, "" if is_stopped else self.scanner.rest())
+        said += "" if is_stopped else self.scanner.rest()
+        text.append(said if tools is None else _listen(tools, said, calls))
         is_length = output.finish == "length" and not is_stopped
-        return self._delta(text, output, begins, "length" if is_length else "stop")
+        return self._delta(text, calls, output, begins, "length" if is_length else "stop")
 
     def _delta(
-        self, text: list[str], output: Output, begins: list[int], finish: Finish | None
+        self,
+        text: list[str],
+        calls: list[CallPiece],
+        output: Output,
+        begins: list[int],
+        finish: End | None,
     ) -> Delta:
         """Of the output's tokens as many as have a beginning."""
+        if finish and self.tools is not None:
+            rest, more = self.tools.rest()
+            text.append(rest)
+            calls += more
+            finish = "tool_calls" if finish == "stop" and self.tools.has_called else finish
         odds = _odds(output, begins) if self.with_odds else ()
-        return Delta("".join(text), output.tokens[: len(begins)], finish, output.index, odds)
+        ids, told = output.tokens[: len(begins)], tuple(joined(calls)) if calls else ()
+        return Delta("".join(text), ids, finish, output.index, odds, told)
+
+
+def _listen(tools: ToolReader, said: str, calls: list[CallPiece]) -> str:
+    """The part of a text that is no call."""
+    text, more = tools.feed(said)
+    calls += more
+    return text
 
 
 @dataclass(slots=True)
@@ -151,13 +170,17 @@ class Answer:
 
     def take(self, output: Output, now: float) -> Delta:
         """Add what a worker said to the choice that it names."""
-        if output.tokens and not self.times.first:
-            self.times.first = now
+        choice = self.choices[output.index]
+        if output.tokens:
+            self.times.said(now, choice.said_at, len(output.tokens))
+            choice.said_at = now
         self.times.last = now
+        if output.spent_ms:
+            self.times.spent_ms = output.spent_ms
         if not self.is_resumed:
             cached = max(self.cached_tokens, output.cached_tokens)
             self.cached_tokens = min(cached, self.prompt_tokens)
-        delta = self.choices[output.index].take(output)
+        delta = choice.take(output)
         if self.best:
             told = output.logprobs[: len(delta.ids)]
             if len(told) < len(delta.ids):

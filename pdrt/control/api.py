@@ -14,22 +14,22 @@ from pdrt.control.http import (
     add_request_id,
     check_bearer,
     error_middleware,
-    has_api_key,
     metrics_response,
 )
 from pdrt.control.leader import Leader
-from pdrt.control.order import PATHS
+from pdrt.control.order import PATHS, TOKEN_PATHS
 from pdrt.control.serving import PD_PATH, Serving
-from pdrt.errors import NotFound, Unauthorized
+from pdrt.control.tokenize import Tokenizing
+from pdrt.errors import NotFound
 
 STALL_S: Final = 10.0  # an event loop that has not turned for so long is not alive
 _OPEN: Final = frozenset({"/health", "/ready", "/metrics"})
-_CLIENT: Final = frozenset({*PATHS, "/v1/models", "/v1/models/{name}"})
+_CLIENT: Final = frozenset({*PATHS, *TOKEN_PATHS, "/v1/models", "/v1/models/{name}"})
 
 
 def make_app(leader: Leader) -> web.Application:
     """Run it with `http.listen`: without handler_cancellation a client that leaves is not seen."""
-    serving, operation = Serving(leader), _Operation(leader)
+    serving, operation, tokens = Serving(leader), _Operation(leader), Tokenizing(leader)
     app = web.Application(middlewares=[error_middleware(leader.role), _allow(leader)])
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(_add_path)
@@ -38,7 +38,9 @@ def make_app(leader: Leader) -> web.Application:
     app.add_routes(
         [
             web.get("/v1/models", operation.models),
-            web.get("/v1/models/{name}", operation.model),
+            web.get("/v1/models/{name:.+}", operation.model),  # it may have a slash in it
+            web.post("/tokenize", tokens.tokenize),
+            web.post("/detokenize", tokens.detokenize),
             web.get("/health", operation.health),
             web.get("/ready", operation.ready),
             web.get("/metrics", operation.metrics),
@@ -120,13 +122,14 @@ def _allow(leader: Leader) -> Middleware:
 
 
 def _check_client(request: web.Request, leader: Leader) -> None:
-    """Raises Unauthorized unless a client's key or the cluster's is sent, or none is needed."""
-    if not leader.api_keys:
+    """Raises PdrtError unless a client's key or the cluster's is sent, or none is needed."""
+    if leader.door is None:
         return
-    header = request.headers.get("authorization")
-    is_member = leader.key is not None and leader.key.is_bearer(header)
-    if not is_member and not has_api_key(request, leader.api_keys):
-        raise Unauthorized("a client key is missing or wrong")
+    header = request.headers.get("authorization", "")
+    if leader.key is not None and leader.key.is_bearer(header):
+        return
+    if refusal := leader.door.refusal(request.method, request.path, header):
+        raise refusal
 
 
 async def _add_path(request: web.Request, response: web.StreamResponse) -> None:

@@ -57,6 +57,10 @@ class Batch:
             for each in asyncio.as_completed(tasks):
                 if not await each:
                     return
+        except PdrtError as error:  # what it was answered cannot be joined
+            self.broken = self.broken or error
+        except ClientGone:
+            return  # and its end is the others'
         finally:
             for task in tasks:
                 task.cancel()

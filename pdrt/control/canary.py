@@ -113,7 +113,7 @@ async def _try_once(tools: Tools, pair: Pair) -> PairEvent:
 
 def _verdict(pair: Pair, error: PdrtError | None, took_s: float) -> PairEvent:
     if error is None:
-        pair.reason = ""
+        pair.reason, pair.took_s = "", took_s
         log.info("canary_passed", pair=pair.name, ms=round(took_s * 1e3, 1))
         return CanaryPassed()
     pair.reason = f"its canary failed: {error}"

@@ -8,7 +8,7 @@ a stop string that the answer ends with.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 REPLACEMENT: Final = "\ufffd"
@@ -76,6 +76,23 @@ class WindowPieces:
             self._said = len(self._ids)
             self._text = self._decode(self._ids)
         return new
+
+
+class MarkedPieces:
+    """Shows some special tokens, each as it is written; what is between them is decoded alone."""
+
+    def __init__(self, fresh: Callable[[], Pieces], told: Mapping[int, str]) -> None:
+        self._fresh, self._told = fresh, told
+        self._pieces = fresh()
+
+    def push(self, token: int) -> str:
+        if token not in self._told:
+            return self._pieces.push(token)
+        rest, self._pieces = self._pieces.flush(), self._fresh()
+        return rest + self._told[token]
+
+    def flush(self) -> str:
+        return self._pieces.flush()
 
 
 class StopScanner:

@@ -466,6 +466,7 @@ def _joined(kept: Sequence[Output]) -> Output:
         index=last.index,
         tops=b"".join(output.tops for output in kept),
         scored=b"".join(output.scored for output in kept),
+        spent_ms=next((output.spent_ms for output in reversed(kept) if output.spent_ms), ()),
     )
 
 

@@ -49,16 +49,19 @@ _GAUGES = {
     "rooms": "Requests that the worker knows",
 }
 
+_TOTALS = ("tokens_out", "prompt_tokens_computed", "transfers", "retractions")
+
 
 def worker_status(worker: Told, now: float) -> Json:
     """One worker in /internal/status."""
     stats = worker.stats
     figures = {name: getattr(stats, name) for name in _GAUGES}
-    loading = worker.loading
+    loading, ready = worker.loading, worker.ready
     return {
         "rank": str(worker.rank),
         "state": str(worker.state),
         "pid": worker.pid,
+        "endpoint": ready.endpoint if ready else None,
         "lives": worker.lives,
         "heard_s_ago": round(now - worker.stats_at, 3),
         "loading": None if loading is None else [loading.stage, loading.done, loading.total],
@@ -89,6 +92,20 @@ def load_of(workers: Sequence[Told]) -> Json:
         "waiting": sum(sum(s.queues.values()) for s in stats),
         "blocks_used": sum(s.blocks_used for s in stats),
         "blocks_total": sum(s.blocks_total for s in stats),
+    }
+
+
+def totals_of(workers: Sequence[Told]) -> Json:
+    """Counters of the instance, which only rise while its workers live, and when they were read.
+
+    `at` is by this process's clock: rates come out right however late the answer is read.
+    """
+    heads = [worker.stats.counters for worker in workers if worker.rank.is_head]
+    every = [worker.stats.counters for worker in workers]
+    return {
+        "at": max((worker.stats_at for worker in workers), default=0.0),
+        **{name: sum(c.get(name, 0) for c in heads) for name in _TOTALS},
+        "sent_bytes": sum(c.get("sent_bytes", 0) for c in every),  # each rank sends its part
     }
 
 

@@ -48,11 +48,11 @@ class Because:
 
     def told(self) -> dict[str, object]:
         sides = {"prefill": self.prefill, "decode": self.decode}
-        return {
-            name: side[1].told(side[0].names, self.ask)
-            for name, side in sides.items()
-            if side is not None
-        }
+        told: dict[str, object] = {"weight": self.ask.weight}
+        for name, side in sides.items():
+            if side is not None:
+                told[name] = side[1].told(side[0].names, self.ask)
+        return told
 
 
 @dataclass(slots=True)
@@ -64,6 +64,7 @@ class Choice:
     dp_rank: int = 0
     fallback: str = ""  # why a hybrid serves although there are prefill instances
     because: Because | None = field(default=None, repr=False)
+    local: str = ""  # why decode computes the prompt itself
 
     def __str__(self) -> str:
         return " + ".join(each.name for each in (self.prefill, self.decode) if each)
@@ -302,7 +303,11 @@ class Fleet:
         if view.prefill.instances:
             return self._split(view, ask)
         if view.alone.instances and pinned is None:
-            return self._alone(view, ask, self._why_alone(view))
+            why = self._why_alone(view)
+            if not (why and self.config.policy.strict):
+                return self._alone(view, ask, why)
+            if why == Overloaded.code:
+                raise Overloaded(f"every pair{_of(view.model)} is full, and nobody may step in")
         if view.is_full:
             raise Overloaded(f"every instance{_of(view.model)} is full")
         raise self._nobody(view.model, without, pinned)
@@ -333,7 +338,7 @@ class Fleet:
             self._decoded.note(ask.keys, decode.seat(self._decoded, 0))
             note_given(found.loads, second.at, ask.weight)
         because = Because(ask, (view.prefill, first), (found, second))
-        return Choice(prefill, decode, rank, "", because)
+        return Choice(prefill, decode, rank, because=because)
 
     def _alone(self, view: View, ask: Ask, why: str) -> Choice:
         policy, self.turn = self.config.policy.decode, self.turn + 1
@@ -342,14 +347,16 @@ class Fleet:
         if policy == "prefix_aware":
             self._decoded.note(ask.keys, hybrid.seat(self._decoded, 0))
             note_given(view.alone.loads, picked.at, ask.weight)
-        return Choice(None, hybrid, 0, why, Because(ask, None, (view.alone, picked)))
+        return Choice(None, hybrid, fallback=why, because=Because(ask, None, (view.alone, picked)))
+
+    def _has_prefill(self, view: View) -> bool:
+        return any(each.model in (view.model, "") for each in self.prefill)
 
     def _why_alone(self, view: View) -> str:
         """What keeps the prefill instances of this model from serving, if there are any."""
         if view.is_split_full:
             return Overloaded.code
-        has_prefill = any(each.model in (view.model, "") for each in self.prefill)
-        return self._nobody(view.model).code if has_prefill else ""
+        return self._nobody(view.model).code if self._has_prefill(view) else ""
 
     # Models.
 
@@ -390,7 +397,7 @@ class Fleet:
                 return default
             raise BadRequest(f"model: several are served; name one of {', '.join(served)}")
         if any(not each.model for each in self.instances):
-            return "" if not self.config.policy.canary or not served else self._unheard(model)
+            return "" if self.config.policy.is_plain or not served else self._unheard(model)
         if model in self._gone:
             return model
         raise NotFound(f"model {model!r} is not served here; {listed(served)}")
@@ -404,7 +411,7 @@ class Fleet:
         return (pair for pair in self.pairs if pair.decode.model == model)
 
     def _grade(self, pair: Pair) -> int | None:
-        return grade(pair) if self.config.policy.canary else any_grade(pair)
+        return any_grade(pair) if self.config.policy.is_plain else grade(pair)
 
     def _nobody(
         self, model: str = "", without: Excluded = (), pinned: Instance | None = None

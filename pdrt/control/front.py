@@ -6,63 +6,54 @@ The fleet is watched and tried in the background for as long as the application 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias
+from typing import Final
 
 import structlog
 
-from pdrt.config import RouterConfig
+from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
+from pdrt.control.accounts import Accounts, Tell, tell_plainly
+from pdrt.control.askany import ask_any
 from pdrt.control.batched import carry_batch
 from pdrt.control.canary import try_pairs
+from pdrt.control.chance import Chance
 from pdrt.control.claims import claim, release
+from pdrt.control.cors import Cors
 from pdrt.control.door import Door
-from pdrt.control.fleet import Fleet, listed
-from pdrt.control.http import Json, is_api_key
-from pdrt.control.job import Job, OrderJob, PlainJob
+from pdrt.control.fleet import Choice, Fleet, listed
+from pdrt.control.gate import AUTHORIZATION
+from pdrt.control.http import Json
+from pdrt.control.job import Job, OrderJob, PlainJob, cost_of
+from pdrt.control.keydoor import Entry, KeyDoor
 from pdrt.control.leases import Leases
 from pdrt.control.ledger import Ledger
+from pdrt.control.nearby import Nearby
 from pdrt.control.order import Order
 from pdrt.control.policy import Ask
 from pdrt.control.relay import Relay
+from pdrt.control.reload import AnyReload, watch
 from pdrt.control.routermetrics import RouterMetrics
+from pdrt.control.screen import Screen
 from pdrt.control.session import session_of
 from pdrt.control.ticket import Client, Clocks, Ticket, Tools
+from pdrt.control.traces import TRACEPARENT, Tracing
+from pdrt.control.tracing import open_tracing
 from pdrt.control.upstream import Upstream
 from pdrt.control.wire.client import Client as HttpClient
 from pdrt.control.wire.exchange import Exchange
 from pdrt.control.wire.reply import Reply
 from pdrt.control.wire.request import Request
 from pdrt.control.wire.routes import Routes
-from pdrt.errors import Draining, NotFound, Overloaded, PdrtError, Unauthorized
+from pdrt.errors import Draining, NotFound, Overloaded, PdrtError
 from pdrt.keys import ClusterKey
 
 STAGE: Final = "router"
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/admin/drain"})
-
-Gate: TypeAlias = Callable[[Request], PdrtError | Reply | None]
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/admin/drain", "/"})
 
 log = structlog.get_logger(__name__)
-
-
-def api_keys_gate(keys: Collection[str]) -> Gate:
-    """Clients' API keys, when there are any: known before a body is read."""
-
-    def gate(request: Request) -> PdrtError | None:
-        if not keys or request.path in OPEN_PATHS:
-            return None
-        if is_api_key(request.header("authorization"), keys):
-            return None
-        return Unauthorized("the API key is missing or wrong")
-
-    return gate
-
-
-def no_more_lines(_request: Request) -> bytes:
-    return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +85,39 @@ class Router:
     ledger: Ledger = field(init=False)
     door: Door = field(init=False)
     rooms: set[int] = field(default_factory=set)  # idempotency keys of requests in flight
+    entered: dict[Exchange, Entry] = field(default_factory=dict)  # those with a key
+    tracing: Tracing | None = None  # made when it starts, unless it is given
     draining: bool = False
     admitted: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     drain_asked: asyncio.Event = field(default_factory=asyncio.Event)
     said_ready: bool = False
     admin_url: str = ""  # of the admin listener, once there is one
+    nearby: Nearby = field(default_factory=Nearby)
+
     routes: Routes = field(default_factory=Routes)
-    gate: Gate = lambda _request: None
-    more_lines: Callable[[Request], bytes] = no_more_lines  # of the head of every answer
+    keydoor: KeyDoor = field(init=False)
+    cors: Cors = field(init=False)
+    reloads: list[AnyReload] = field(init=False)  # files that are watched while it runs
+    screen: Screen = field(init=False)
+
+    tell: Tell = tell_plainly
+    chance: Chance = field(default_factory=Chance)  # for ids and seeds
+    accounts: Accounts = field(init=False)
 
     def __post_init__(self) -> None:
-        self.gate = api_keys_gate(self.config.security.api_keys)
+        security, registry = self.config.security, self.metrics.registry
+        self.accounts = Accounts(self.metrics, self.tell)
+        self.cors = Cors(security.cors_origins)
+        self.screen = Screen(self.clocks.clock, self.clocks.wall)
         clock, wall = self.clocks.clock, self.clocks.wall
+        self.keydoor = KeyDoor(security, registry, clock, OPEN_PATHS, order.PATHS)
+        self.reloads = list(self.keydoor.reloads)
         self.ledger = Ledger(lambda at: wall() - (clock() - at))
         leases, is_open = Leases(self.config.timeouts.lease_s), self.config.policy.registration
         self.door = Door(self.fleet, leases, clock, is_open)
         self.fleet.clock = clock
+        self.nearby.wanted = self.config.policy.local_prefill_tokens
 
     # Life.
 
@@ -128,6 +135,7 @@ class Router:
             rebind_grace_s=timeouts.rebind_grace_s,
             max_moves=self.config.policy.max_moves if self.config.policy.migrate else 0,
             move_s=timeouts.move_s,
+            tracing=self._open_tracing(),
         )
         self.fleet.told = self._tell
         self.watching = asyncio.create_task(self._watch(self.tools))
@@ -138,14 +146,26 @@ class Router:
             with suppress(asyncio.CancelledError):
                 await self.watching
             await client.close()
+            if self.tracing is not None:
+                await asyncio.to_thread(self.tracing.close)
+
+    def _open_tracing(self) -> Tracing | None:
+        """Raises ConfigError when it is wanted and the package for it is not there."""
+        config = self.config
+        if self.tracing is None:
+            where = f"{bracketed(config.local_ip)}:{config.ports.router}"
+            self.tracing = open_tracing(config.telemetry, "pdrt-router", where)
+        return self.tracing
 
     async def _watch(self, tools: Tools) -> None:
         probe = tools.upstream.plain_status if tools.is_plain else tools.upstream.status
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.fleet.run(probe))
+                tasks.create_task(self.screen.watch(lambda: self.fleet.instances))
                 tasks.create_task(self.door.run())
-                if self.config.policy.canary:
+                tasks.create_task(watch(self.reloads))
+                if not self.config.policy.is_plain:
                     tasks.create_task(try_pairs(tools, self.config.timeouts.heartbeat_s))
         except Exception:
             log.exception("watching_failed")
@@ -180,7 +200,10 @@ class Router:
     # Around every request (wire.Site).
 
     def begun(self, exchange: Exchange) -> PdrtError | Reply | None:
-        refusal = self.gate(exchange.request)
+        request = exchange.request
+        if (allowed := self.cors.preflight(request)) is not None:
+            return allowed
+        refusal = self.keydoor.refusal(request.method, request.path, request.header(AUTHORIZATION))
         if refusal is not None or exchange.route is None or exchange.route.serves is None:
             return refusal
         if self.draining:
@@ -190,20 +213,20 @@ class Router:
             return Overloaded(f"{limit} requests are in flight, which is the limit")
         self.admitted += 1
         exchange.is_admitted = True
+        self.screen.came(exchange)
         return None
 
     def over(self, exchange: Exchange) -> None:
+        if self.entered and (entry := self.entered.pop(exchange, None)):
+            entry.leave()
         if exchange.is_admitted:
             self.admitted -= 1
             self._look_idle()
-        route = exchange.route.path if exchange.route else "other"
-        status = 499 if exchange.is_gone else exchange.status
-        self.metrics.requests.labels(route, str(status), exchange.path_label).inc()
-        if exchange.error is not None:
-            self.metrics.errors.labels(exchange.error.code).inc()
+        self.screen.went(exchange)
+        self.accounts.answered(exchange)
 
     def head_lines(self, request: Request) -> bytes:
-        return self.more_lines(request)
+        return self.cors.lines(request)
 
     def stopped_reading(self, exchange: Exchange) -> None:
         self.metrics.slow_readers.inc()
@@ -215,6 +238,7 @@ class Router:
         """Raises PdrtError when nobody can serve it."""
         started, request = self.clocks.clock(), exchange.request
         read = self._read(request)
+        entry = self._enter(exchange, read)
         ticket = Ticket(
             request_id=request.id,
             path=request.path,
@@ -222,7 +246,10 @@ class Router:
             deadline=started + (read.timeout_s or self.config.timeouts.request_s),
             client_room=read.client_room,
             pinned=self.fleet.pinned(read.pin) if read.pin else None,
+            passage=self.screen.passage(exchange),
             ask=read.ask,
+            key_name=entry.name,
+            traceparent=request.header(TRACEPARENT) if self.tracing is not None else None,
         )
         claim(self.rooms, read.client_room)
         try:
@@ -236,6 +263,14 @@ class Router:
         exchange.on_gone, exchange.on_flow = relay.client_left, relay.flow
         relay.start()
 
+    def _enter(self, exchange: Exchange, read: _Read) -> Entry:
+        """Until `over`. Raises PdrtError when its key may not ask for so much."""
+        cost = cost_of(read.batch) if read.batch else read.job.answer_weight
+        entry = self.keydoor.enter(exchange.request.header(AUTHORIZATION), cost)
+        if entry.name:
+            self.entered[exchange] = entry
+        return entry
+
     def _begin(
         self, ticket: Ticket, client: Client, started: float, exchange: Exchange | None = None
     ) -> Relay:
@@ -248,13 +283,24 @@ class Router:
                 release(self.rooms, ticket.client_room)
                 if not exchange.is_over:
                     exchange.fail()
-            self._account(relay, started)
+            now = self.clocks.clock()
+            self.ledger.end(relay, now)
+            self.accounts.relayed(relay, started, now)
+            if relay.first_byte_at is not None:
+                self._learn(relay, relay.first_byte_at - started)
 
-        choice = self.fleet.pick(ticket.ask, ticket.pinned)
-        relay = Relay(ticket, choice, self.tools, client, ended)
+        relay = Relay(ticket, self._choose(ticket), self.tools, client, ended)
         self.relays.add(relay)
         self.ledger.begin(relay, started)
         return relay
+
+    def _choose(self, ticket: Ticket) -> Choice:
+        choice = self.fleet.pick(ticket.ask, ticket.pinned)
+        if ticket.pinned is None:
+            choice = self.nearby.considered(choice, ticket.job.prompt_weight)
+        if choice.local:
+            self.metrics.local.labels(choice.local).inc()
+        return choice
 
     def _serve_batch(
         self, exchange: Exchange, batch: Order, ticket: Ticket, started: float
@@ -296,7 +342,7 @@ class Router:
         session, session_from = session_of(request.header, body)
         ask = Ask(room=self.mint_room(), session=session, session_from=session_from)
         if self.key is None:
-            plain = PlainJob(body)
+            plain = PlainJob(body, request.body)
             named = body.get("model")
             ask.model = named if isinstance(named, str) else ""
             ask.prompt, ask.weight = plain.prompt, plain.prompt_weight
@@ -304,7 +350,7 @@ class Router:
         found = order.parse(order.PATHS[request.path], body)
         if found.request_id:
             request.id = found.request_id
-        job = OrderJob(found, seed=secrets.randbits(63))
+        job = OrderJob(found, seed=self.chance.room())
         ask.model, ask.salt = found.model or "", found.salt
         ask.prompt, ask.weight = job.prompt, job.prompt_weight
         batch = found if found.prompts else None
@@ -314,28 +360,11 @@ class Router:
         if self.draining and not self.admitted:
             self.idle.set()
 
-    def _account(self, relay: Relay, started: float) -> None:
-        now = self.clocks.clock()
-        self.ledger.end(relay, now)
-        self.metrics.duration.observe(now - started)
-        if relay.first_byte_at is not None:
-            self.metrics.first_byte.observe(relay.first_byte_at - started)
-        self.metrics.retries.inc(relay.route.tries)
-        if relay.route.moves:
-            self.metrics.moved.inc(relay.route.moves)
-        failure = relay.failure
-        tell = log.warning if failure else log.info
-        tell(
-            "request",
-            request_id=relay.ticket.request_id,
-            room=relay.route.room,
-            attempt=relay.route.attempt,
-            outcome=relay.route.state,
-            prefill=relay.choice.prefill.name if relay.choice.prefill else None,
-            decode=relay.choice.decode.name,
-            ms=round((now - started) * 1e3, 1),
-            **({"error": str(failure.error), "story": list(relay.route.story)} if failure else {}),
-        )
+    def _learn(self, relay: Relay, seconds: float) -> None:
+        """A stream's first byte is its first token; a whole answer's is all of them."""
+        job = relay.ticket.job
+        if job.stream and not (relay.route.tries or relay.route.moves):
+            self.nearby.learn(relay.choice, job.prompt_weight, seconds)
 
     # What it says of itself.
 
@@ -379,6 +408,12 @@ class Router:
             if told["id"] == named:
                 return Reply.json(told)
         raise NotFound(f"model {named!r} is not served here; {listed(self.fleet.models)}")
+
+    async def ask_any(self, request: Request) -> Reply:
+        """What needs a tokenizer, which only leaders have."""
+        assert self.tools is not None, "requests come while the application runs"
+        within_s = self.config.timeouts.request_s
+        return await ask_any(self.fleet.instances, self.tools.upstream, request, within_s)
 
     async def metrics_text(self, _request: Request) -> Reply:
         self.metrics.in_flight.set(self.admitted)

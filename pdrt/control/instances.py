@@ -21,6 +21,7 @@ from pdrt.control.breaker import Breaker, Circuit, Renewed
 from pdrt.control.breaker import feed as feed_breaker
 from pdrt.control.policy import Ask, Load, choose, mark_of
 from pdrt.control.prefixes import Prefixes
+from pdrt.control.told import TotalsTold, WorkerTold
 from pdrt.data.peer import Beat, Died, Event, Health, Miss, feed
 from pdrt.errors import BadMessage, ConfigError, PdrtError, PeerLost
 
@@ -35,6 +36,10 @@ class Told:
     kv_tokens: int = 0  # that its KV pools hold for requests
     pool_tokens: int = 0  # that they could hold; 0: not known
     is_full: bool = False  # one more request would be refused with 429
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
 
 
 @checked(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="ignore"))
@@ -50,7 +55,11 @@ class Status:
     ready_ranks: tuple[int, ...] = (0,)
     last_fault_at: float | None = None
     max_model_len: int = 0
-    load: Told = field(default_factory=Told, compare=False)  # it changes all the time
+    local_prefill: bool = False  # decode: it may compute a prompt itself
+    # What follows differs from word to word, and makes nobody look again.
+    load: Told = field(default_factory=Told, compare=False)
+    totals: TotalsTold = field(default_factory=TotalsTold, compare=False)
+    workers: tuple[WorkerTold, ...] = field(default=(), compare=False)
 
     @property
     def is_ready(self) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from pdrt.config import Role
 from pdrt.control.http import Json
@@ -12,6 +13,26 @@ from pdrt.control.merge import Merge
 from pdrt.control.order import Chat, Order, Pin, leg_body
 from pdrt.control.policy import weight_of
 from pdrt.control.schema import Leg
+
+UNNAMED_TOKENS: Final = 256  # that an answer is taken to have when nobody says how many
+_STREAMING: Final = frozenset({"stream", "stream_options"})
+_MEET: Final = frozenset({"bootstrap_room", "bootstrap_host", "bootstrap_port"})
+_text: Final = json.JSONEncoder().encode
+_STREAM: Final = re.compile(rb'"stream"\s*:\s*true')
+
+
+class Meeting(Protocol):
+    """Where and as what the two legs of a request meet."""
+
+    @property
+    def room(self) -> int: ...
+
+    @property
+    def bootstrap(self) -> tuple[str, int] | None: ...
+
+    def leg(self) -> Leg:
+        """All that pdrt's leaders are told of it."""
+        ...
 
 
 class Job(Protocol):
@@ -40,7 +61,7 @@ class Job(Protocol):
         """Tokens that decode will hold, about."""
         ...
 
-    def body(self, side: Role, leg: Leg) -> bytes:
+    def body(self, side: Role, meeting: Meeting) -> bytes:
         """What one leader is sent."""
         ...
 
@@ -67,7 +88,9 @@ class OrderJob:
     @property
     def prompt(self) -> object:
         prompt = self.order.prompt
-        return list(prompt.turns) if isinstance(prompt, Chat) else prompt
+        if isinstance(prompt, Chat):  # templates put tools at the beginning
+            return [*map(json.dumps, prompt.tools), *prompt.turns]
+        return prompt
 
     @property
     def prompt_weight(self) -> int:
@@ -75,64 +98,80 @@ class OrderJob:
 
     @property
     def answer_weight(self) -> int:
-        each = self.order.max_tokens or self.order.default_tokens or 0
-        return self.prompt_weight + each * self.order.drawn
+        order = self.order
+        each = order.max_tokens
+        if each is None:
+            each = order.default_tokens or UNNAMED_TOKENS
+        return self.prompt_weight + each * order.drawn
 
-    def body(self, side: Role, leg: Leg) -> bytes:
-        return _dumped(leg_body(side, self.order, leg, self.seed))
+    def body(self, side: Role, meeting: Meeting) -> bytes:
+        return _dumped(leg_body(side, self.order, meeting.leg(), self.seed))
 
     def merge(self, request_id: str, created: int) -> Merge | None:
         return Merge(self.order, request_id, created) if self.order.is_prompt_told else None
 
 
-@dataclass(frozen=True, slots=True)
+def cost_of(order: Order) -> int:
+    """Tokens that an order may come to, all its prompts and answers together."""
+    return sum(OrderJob(part, seed=0).answer_weight for part in order.parts())
+
+
 class PlainJob:
-    """A request for plain backends: the client's fields as they came, and where to meet."""
+    """A request for plain backends: the client's own bytes, and where to meet spliced in."""
 
-    fields: Json
-
-    @property
-    def stream(self) -> bool:
-        return self.fields.get("stream") is True
-
-    @property
-    def sequences(self) -> int:
-        return 1
-
-    @property
-    def prompt(self) -> object:
+    def __init__(self, fields: Json, raw: bytes) -> None:
+        self.fields, self._raw = fields, raw
+        self.stream = fields.get("stream") is True
+        self.sequences = 1
         names = ("prompt", "text", "input_ids", "messages")
-        return next((self.fields[n] for n in names if n in self.fields), None)
-
-    @property
-    def prompt_weight(self) -> int:
-        return weight_of(self.prompt)
-
-    @property
-    def answer_weight(self) -> int:
-        return self.prompt_weight
+        self.prompt: object = next((fields[n] for n in names if n in fields), None)
+        self.prompt_weight = weight_of(self.prompt)
+        self.answer_weight = self.prompt_weight
 
     @property
     def pin(self) -> Pin | None:
         host, port = self.fields.get("bootstrap_host"), self.fields.get("bootstrap_port")
         return Pin(host, port) if isinstance(host, str) and isinstance(port, int) else None
 
-    def body(self, side: Role, leg: Leg) -> bytes:
-        if side == "hybrid":
-            return _dumped(self.fields)
-        meet: Json = {
-            "bootstrap_room": leg.bootstrap_room,
-            "bootstrap_host": leg.bootstrap_host,
-            "bootstrap_port": leg.bootstrap_port,
-        }
-        fields = self.fields | meet
-        if side == "prefill":
-            fields = {k: v for k, v in fields.items() if k not in ("stream", "stream_options")}
-        return _dumped(fields)
+    def body(self, side: Role, meeting: Meeting) -> bytes:
+        if meeting.bootstrap is None:
+            return self._raw
+        raw = self._without_stream() if side == "prefill" else self._raw
+        if raw is not None and self._is_open:
+            end = _meeting(meeting.room, *meeting.bootstrap)
+            return b"%b,%b" % (raw[: raw.rindex(b"}")], end[1:])
+        meet = json.loads(_meeting(meeting.room, *meeting.bootstrap))
+        left_out = _STREAMING if side == "prefill" else ()
+        return _dumped({k: v for k, v in self.fields.items() if k not in left_out} | meet)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether fields can be put at the end of the client's bytes."""
+        raw = self._raw
+        is_utf8 = raw[:1] == b"{" and raw[1:2] != b"\0"
+        return is_utf8 and bool(self.fields) and not self.fields.keys() & _MEET
+
+    def _without_stream(self) -> bytes | None:
+        """The bytes for a leg that is not streamed; None when only encoding anew would do.
+
+        A body that says "stream" once, and escapes nothing, says it where the field is.
+        """
+        fields, raw = self.fields, self._raw
+        if not self.stream and "stream_options" not in fields:
+            return raw
+        if "stream_options" in fields or raw.count(b'"stream"') != 1 or b"\\u" in raw:
+            return None
+        return _STREAM.sub(b'"stream":false', raw, count=1)
 
     def merge(self, request_id: str, created: int) -> Merge | None:
         """Plain backends see to it themselves."""
         return None
+
+
+def _meeting(room: int, host: str, port: int) -> bytes:
+    """Where the legs of a plain request meet, as a JSON object."""
+    said = f'{{"bootstrap_room":{room},"bootstrap_host":{_text(host)},"bootstrap_port":{port}}}'
+    return said.encode()
 
 
 def _dumped(fields: Json) -> bytes:

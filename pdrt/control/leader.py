@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
@@ -13,7 +13,9 @@ from pdrt.config import Role
 from pdrt.control.dispatch import DPDispatcher
 from pdrt.control.grammarcheck import GrammarCheck
 from pdrt.control.http import Json
+from pdrt.control.keydoor import KeyDoor
 from pdrt.control.text import TextPool
+from pdrt.control.traces import Tracing
 from pdrt.errors import BadRequest, TooLong
 from pdrt.keys import ClusterKey
 from pdrt.messages import Sampling
@@ -73,7 +75,8 @@ class Leader:
     served: Callable[[], None] = lambda: None  # called when a request has succeeded
     drain: Callable[[], None] = lambda: None
     takes_prompts: bool = False  # decode: its workers may compute a prompt that no prefill will
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # clients of a hybrid instance
+    tracing: Tracing | None = None
+    door: KeyDoor | None = None  # for the clients of a hybrid instance; None: no keys are asked for
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     mint: Callable[[], int] = lambda: secrets.randbits(63)  # rooms, and seeds nobody gave

@@ -238,6 +238,10 @@ Effect: TypeAlias = (
 )
 
 
+_STARTED: Final = (StartAnswer(),)  # the same each time
+_FINISHED: Final = (CancelPrefill(), FinishAnswer())
+
+
 @dataclass(slots=True)
 class Route:
     """One client request. `(room, attempt)` is what the legs work on now."""
@@ -326,7 +330,7 @@ def _strand(route: Route, _event: Stranded) -> Sequence[Effect]:
 
 
 def _start_answer(_route: Route, _event: object) -> Sequence[Effect]:
-    return [StartAnswer()]
+    return _STARTED
 
 
 def _cancel_prefill(_route: Route, _event: object) -> Sequence[Effect]:
@@ -334,7 +338,7 @@ def _cancel_prefill(_route: Route, _event: object) -> Sequence[Effect]:
 
 
 def _finish(_route: Route, _event: DecodeEnded) -> Sequence[Effect]:
-    return [CancelPrefill(), FinishAnswer()]
+    return _FINISHED
 
 
 def _refuse(_route: Route, event: PrefillFailed | DecodeFailed | CalledOff) -> Sequence[Effect]:
@@ -390,11 +394,17 @@ ROUTE: Table[State, Route, Effect] = Table(
 )
 
 
+_TOLD: Final = {  # of each step, made once
+    **{(s, e): f"{s}--{e.__name__}->{edge.to}" for (s, e), edge in ROUTE.edges.items()},
+    **{(s, e): f"{s}--{e.__name__}->{s}" for s, e in ROUTE.ignored},
+}
+
+
 def feed(route: Route, event: Event) -> Sequence[Effect]:
     """The only function that moves a route."""
     if not route.is_current(event):
         return ()  # an echo of a leg that was replaced
     before = route.state
     route.state, effects = ROUTE.step(before, route, event)
-    route.story.append(f"{before}--{type(event).__name__}->{route.state}")
+    route.story.append(_TOLD[before, type(event)])
     return effects

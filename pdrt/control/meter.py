@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdrt.control.answer import Answer
 from pdrt.control.routermetrics import SECONDS
 from pdrt.control.text import TextPool
+from pdrt.control.times import Times
+
+_FINE: Final = (0.0005, 0.001, 0.0025, *SECONDS)
 
 
 class Meter:
@@ -28,6 +33,25 @@ class Meter:
             buckets=SECONDS,
             registry=registry,
         )
+        self._phases = Histogram(
+            "pdrt_phase_seconds",
+            "What parts of a request took, by phase",
+            ("phase",),
+            buckets=_FINE,
+            registry=registry,
+        )
+        self._mean = Histogram(
+            "pdrt_token_mean_seconds",
+            "From token to token, the mean of an answer",
+            buckets=_FINE,
+            registry=registry,
+        )
+        self._longest = Histogram(
+            "pdrt_token_longest_seconds",
+            "From token to token, the longest of an answer",
+            buckets=_FINE,
+            registry=registry,
+        )
         self._prompt = Counter("pdrt_prompt_tokens", "Prompt tokens served", registry=registry)
         self._output = Counter("pdrt_output_tokens", "Tokens answered", registry=registry)
         depth = Gauge("pdrt_tokenising", "Prompts waiting for their tokens", registry=registry)
@@ -43,5 +67,14 @@ class Meter:
         if times.first:
             self._ttft.observe(times.first - times.arrived)
             self._total.observe(times.last - times.arrived)
+        if times.gaps:
+            self._mean.observe(times.mean_s)
+            self._longest.observe(times.longest_s)
+        self.spent(times)
         self._prompt.inc(answer.prompt_tokens)
         self._output.inc(answer.completion_tokens)
+
+    def spent(self, times: Times) -> None:
+        """Also of a prompt that others answer."""
+        for phase, ms in times.phases.items():
+            self._phases.labels(phase).observe(ms / 1e3)

@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
+from pdrt.control.fleet import Choice
+from pdrt.control.prefixes import share_of
+
 Wanted: TypeAlias = int | Literal["auto"]
-Reason: TypeAlias = Literal["", "short", "auto"]
+Reason: TypeAlias = Literal["", "short", "cached", "auto"]
 
 AUTO_MOST: Final = 512  # tokens: a step of decode's others is not held up for longer
 TRIED: Final = 64  # tokens: such prompts find out what is not known ...
@@ -51,10 +54,23 @@ class Line:
 class Nearby:
     """The decision, and what it is made of; `wanted` is the setting."""
 
-    wanted: Wanted
+    wanted: Wanted = 0
     local: Line = field(default_factory=Line)
     disagg: Line = field(default_factory=Line)
     turn: int = 0
+
+    def considered(self, choice: Choice, tokens: int) -> Choice:
+        """The same, or its decode instance alone, where that may and should."""
+        if not self.wanted or choice.prefill is None:
+            return choice
+        status = choice.decode.status
+        if status is None or not status.local_prefill:
+            return choice
+        missing = tokens - _held(choice, tokens)
+        why = self.why(missing)
+        if why == "short" and missing < tokens and not self.why(tokens):
+            why = "cached"
+        return Choice(None, choice.decode, because=choice.because, local=why) if why else choice
 
     def why(self, tokens: int) -> Reason:
         """Why so many tokens should be computed by decode itself; empty: they should not."""
@@ -73,7 +89,23 @@ class Nearby:
             return False
         return self.local.at(tokens) < self.disagg.at(tokens)
 
+    def learn(self, choice: Choice, tokens: int, seconds: float) -> None:
+        """The first token of such a prompt came after so long, from there."""
+        if choice.prefill is not None or choice.local:
+            missing = tokens - _held(choice, tokens) if self.wanted == "auto" else 0
+            self.heard(missing, seconds, is_local=bool(choice.local))
+
     def heard(self, tokens: int, seconds: float, *, is_local: bool) -> None:
         """A stream's first token came after so long."""
         if self.wanted == "auto":
             (self.local if is_local else self.disagg).add(tokens, seconds)
+
+
+def _held(choice: Choice, tokens: int) -> int:
+    """Of the prompt's tokens, those that its decode instance has already, as far as is known."""
+    because = choice.because
+    if because is None or because.decode is None or because.decode[1].policy != "prefix_aware":
+        return 0
+    picked = because.decode[1]
+    known = round(-picked.scores[picked.at][1])
+    return int(tokens * share_of(because.ask.prompt, known))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pdrt.control.answer import Answer, Choice, Delta
 from pdrt.control.http import Json
 from pdrt.control.likely import BytesOf, Odds, PromptPart, for_chat, for_completion
+from pdrt.control.toolcalls import CallPiece, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,8 @@ class OpenAIVoice:
     def chunks(self, delta: Delta, answer: Answer) -> Sequence[Json]:
         usage = _usage(answer.usage()) if self.with_usage_always else None
         said: list[Json] = []
-        if delta.text or delta.finish or delta.odds:
-            content = {"content": delta.text} if delta.text else {}
-            what: Json = {"delta": content} if self.is_chat else {"text": delta.text}
+        if delta.text or delta.finish or delta.odds or delta.calls:
+            what: Json = {"delta": _content(delta)} if self.is_chat else {"text": delta.text}
             what["logprobs"] = self._odds(delta.odds)
             said.append(self._chunk([_choice(delta.index, delta.finish, **what)], usage))
         is_last = delta.finish and answer.is_over
@@ -68,7 +68,10 @@ class OpenAIVoice:
 
     def _whole(self, choice: Choice, prompt: PromptPart | None) -> Json:
         if self.is_chat:
-            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+            if choice.calls:
+                calls = [_call(piece) for piece in joined(choice.calls)]
+                message |= {"content": choice.text or None, "tool_calls": calls}
             return {"message": message, "logprobs": self._odds(choice.odds)}
         before = prompt or PromptPart("")
         odds = self._odds([*before.odds, *choice.odds])
@@ -94,6 +97,21 @@ class OpenAIVoice:
             "created": self.created,
             "model": self.model,
         }
+
+
+def _content(delta: Delta) -> Json:
+    content: Json = {"content": delta.text} if delta.text else {}
+    if delta.calls:
+        content["tool_calls"] = [{"index": piece.index, **_call(piece)} for piece in delta.calls]
+    return content
+
+
+def _call(piece: CallPiece) -> Json:
+    """A call, or what it gains in a stream."""
+    if not piece.id:
+        return {"function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"id": piece.id, "type": "function", "function": function}
 
 
 def _choice(index: int, finish: str | None, **what: object) -> Json:

@@ -12,6 +12,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, cast
 
 from pdrt.config import Role
 from pdrt.control.http import Json
+from pdrt.control.mustcall import grammar_of
 from pdrt.control.schema import (
     IGNORED,
     TURN_UNSUPPORTED,
@@ -25,10 +26,10 @@ from pdrt.control.schema import (
     Leg,
     PrefillAgain,
     RebindRequest,
-    Turn,
     checked,
     without,
 )
+from pdrt.control.turns import ChosenTool, Turn
 from pdrt.errors import BadRequest, TooLong
 from pdrt.messages import Grammar, Sampling
 
@@ -39,6 +40,7 @@ PATHS: Final[Mapping[str, Dialect]] = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
 }
+TOKEN_PATHS: Final = ("/tokenize", "/detokenize")
 _SEED_MASK: Final = (1 << 63) - 1
 
 
@@ -53,8 +55,20 @@ class Pin(NamedTuple):
 class Chat:
     """A conversation, to be made a prompt by the model's template."""
 
-    turns: tuple[Mapping[str, str], ...]
-    options: Mapping[str, bool | int | float | str]
+    turns: tuple[Json, ...]
+    options: Json
+    tools: tuple[Json, ...] = ()  # as the client wrote them
+    begins_answer: bool = True  # the template's words before an answer are put at the end
+    continues_last: bool = False  # the answer goes on with the last turn
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """Which tools an answer may call; `must` when it is nothing but calls, of `names` alone."""
+
+    names: frozenset[str]
+    only_one: bool = False
+    must: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +98,7 @@ class Order:
     scoring: int = -1  # the same for the prompt's tokens; -1: none
     echo: bool = False  # the prompt's text comes before each answer
     best_of: int = 0  # so many are drawn and the n likeliest told; 0: n
+    calling: Calling | None = None  # None: what it says is text
     prompts: tuple[str | Sequence[int], ...] = ()  # of a batch, which is answered in parts
 
     @property
@@ -200,14 +215,43 @@ def _chat(body: Json) -> Order:
     both = (request.max_tokens, request.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise BadRequest("max_tokens and max_completion_tokens differ; give one of them")
-    chat = Chat(tuple(_turn(t) for t in request.messages), request.chat_template_kwargs or {})
+    chat = Chat(
+        turns=tuple(map(_turn, request.messages)),
+        options=request.chat_template_kwargs or {},
+        tools=tuple(body["tools"]) if request.tools and request.tool_choice != "none" else (),
+        begins_answer=request.add_generation_prompt is not False
+        and not request.continue_final_message,
+        continues_last=bool(request.continue_final_message),
+    )
     order = _order("chat", body, request, request, chat)
-    return replace(order, odds=(request.top_logprobs or 0) if request.logprobs else None)
+    order = replace(order, odds=(request.top_logprobs or 0) if request.logprobs else None)
+    return _calling(order, request) if chat.tools else order
+
+
+def _calling(order: Order, request: ChatRequest) -> Order:
+    """The order of an answer that may call, or must."""
+    if order.grammar is not None:
+        raise BadRequest("tools: an answer that has a grammar of its own cannot call them")
+    choice, functions = request.tool_choice or "auto", [t.function for t in request.tools or ()]
+    if isinstance(choice, ChosenTool):
+        functions = [each for each in functions if each.name == choice.function.name]
+    only_one = request.parallel_tool_calls is False or isinstance(choice, ChosenTool)
+    names = frozenset(each.name for each in functions)
+    if choice == "auto":
+        return replace(order, calling=Calling(names, only_one))
+    if request.ignore_eos:
+        raise BadRequest("ignore_eos: an answer that must call ends where its calls do")
+    try:
+        grammar = grammar_of(functions, only_one=only_one)
+    except ValueError as error:
+        raise BadRequest(f"tools: what they take {error}") from error
+    return replace(order, calling=Calling(names, only_one, must=True), grammar=grammar)
 
 
 def _openai(body: Json, kind: type[Envelope]) -> Json:
     body = without(body, UNSUPPORTED, served=kind.model_fields)
-    return {k: v for k, v in body.items() if k not in IGNORED}
+    ignored = IGNORED - kind.model_fields.keys()
+    return {k: v for k, v in body.items() if k not in ignored}
 
 
 def _plain_turn(turn: object, index: int) -> object:
@@ -216,11 +260,16 @@ def _plain_turn(turn: object, index: int) -> object:
     return without(turn, TURN_UNSUPPORTED, f"messages.{index}.")
 
 
-def _turn(turn: Turn) -> Mapping[str, str]:
-    """A message as templates know it; they have no developers, and text in one piece."""
-    role = "system" if turn.role == "developer" else turn.role
-    said = {"role": role, "content": "\n".join(part.text for part in turn.content or ())}
-    return said | {"name": turn.name} if turn.name else said
+def _turn(turn: Turn) -> Json:
+    """A message as templates know it, with its text in one piece."""
+    said: Json = {"role": turn.role, "content": turn.text}
+    if turn.name:
+        said["name"] = turn.name
+    if turn.tool_call_id:
+        said["tool_call_id"] = turn.tool_call_id
+    if turn.tool_calls:
+        said["tool_calls"] = [call.model_dump(exclude={"index"}) for call in turn.tool_calls]
+    return said
 
 
 def _listed(

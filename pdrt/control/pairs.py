@@ -90,6 +90,7 @@ class Pair:
     changed: Callable[[], None] = lambda: None  # called when its trust differs from before
     trust: Trust = Trust.UNTRIED
     reason: str = "not tried yet"
+    took_s: float | None = None  # the last canary that passed
 
     @property
     def name(self) -> str:

@@ -90,6 +90,12 @@ def keys_of(prompt: object, salt: str = "") -> list[int]:
     return keys
 
 
+def share_of(prompt: object, known: int) -> float:
+    """How much of a prompt its first `known` prefixes are."""
+    length = len(_text_of(prompt))
+    return list(ends(min(length, _MOST)))[known - 1] / length if known else 0.0
+
+
 def _text_of(prompt: object) -> Text:
     """Text as it is, tokens packed, the turns of a chat one after the other."""
     if isinstance(prompt, str):

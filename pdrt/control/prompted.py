@@ -14,6 +14,8 @@ from pdrt.control.detokenize import StopScanner
 from pdrt.control.likely import PromptPart, prompt_part, said
 from pdrt.control.order import Order
 from pdrt.control.text import TextPool
+from pdrt.control.toolcalls import Sink, ToolFormat, ToolReader, call_id
+from pdrt.control.toolformats import LISTED
 from pdrt.errors import BadMessage, PdrtError
 from pdrt.messages import Output, Submit, unpack_ids
 
@@ -27,10 +29,28 @@ async def choices_of(call: Call, submit: Submit, text: TextPool) -> list[Choice]
     before = 0
     if with_odds and is_after:
         before = len(await _echoed(order, unpack_ids(submit.tokens), text))
+    readers = [_tools_of(call, index, text.tool_format) for index in range(order.drawn)]
+    shown = text.tool_format.markers if order.calling and text.tool_format else ()
     return [
-        Choice(text.pieces(), StopScanner(order.stop), with_odds, order.is_silent, before)
-        for _ in range(order.drawn)
+        Choice(
+            text.pieces(shown),
+            StopScanner(order.stop),
+            with_odds,
+            order.is_silent,
+            before,
+            tools=tools,
+        )
+        for tools in readers
     ]
+
+
+def _tools_of(call: Call, index: int, form: ToolFormat | None) -> ToolReader | None:
+    """A reader for one choice, which names its calls alike wherever the answer is taken up."""
+    calling = call.order.calling
+    if calling is None or form is None:
+        return None
+    sink = Sink(calling.names, partial(call_id, f"{call.request_id}/{index}", form))
+    return ToolReader(LISTED if calling.must else form, sink, only_one=calling.only_one)
 
 
 async def prompt_of(call: Call, submit: Submit, output: Output, text: TextPool) -> PromptPart:

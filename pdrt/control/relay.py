@@ -47,11 +47,13 @@ from pdrt.control.legs import (
     begin,
     feed,
 )
+from pdrt.control.merge import Merge
 from pdrt.control.moving import Mover
 from pdrt.control.passon import DecodeLeg, Way
 from pdrt.control.schema import Leg as LegFields
 from pdrt.control.setbacks import Setback
 from pdrt.control.ticket import Alarm, Client, Ticket, Tools
+from pdrt.control.traces import TRACEPARENT, RequestTrace, Side, Told, note
 from pdrt.control.wire.client import Call
 from pdrt.errors import DeadlinePassed, Overloaded, PdrtError, TransferFailed, Unavailable
 
@@ -74,6 +76,34 @@ log = structlog.get_logger(__name__)
 class Relay:
     """Create it with a choice already made, in the same breath call `start`."""
 
+    __slots__ = (
+        "_alarm",
+        "_client",
+        "_created",
+        "_decode",
+        "_ended",
+        "_first",
+        "_inbox",
+        "_is_busy",
+        "_leg",
+        "_lines",
+        "_merge",
+        "_mover",
+        "_prefill",
+        "_tasks",
+        "_told",
+        "_tools",
+        "_trace",
+        "_tried",
+        "choice",
+        "failure",
+        "first_byte_at",
+        "route",
+        "setbacks",
+        "status",
+        "ticket",
+    )
+
     def __init__(
         self,
         ticket: Ticket,
@@ -90,8 +120,10 @@ class Relay:
         self.failure: Failure | None = None
         self.setbacks: list[Setback] = []  # what failed on the way
         self._tools, self._client, self._ended = tools, client, ended
-        created = int(tools.clocks.wall())
-        self._merge = ticket.job.merge(ticket.request_id, created) if choice.prefill else None
+        self._created = int(tools.clocks.wall())
+        self._merge: Merge | None = None
+        if choice.prefill:
+            self._merge = ticket.job.merge(ticket.request_id, self._created)
         self._told: Json = {}  # what prefill answered
         self._inbox: deque[Event] = deque()
         self._is_busy = False
@@ -100,10 +132,13 @@ class Relay:
         self._tried: set[Instance] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._alarm: Alarm | None = None
-        self._token: tuple[int, int, str] | None = None
+        self._leg: LegFields | None = None
         self._mover = Mover(ticket, tools, self.say)
-        self._created = created
         self._lines = b"x-request-id: %b\r\n%b" % (ticket.request_id.encode(), ticket.lines)
+        self._trace: RequestTrace | None = None
+        if tools.tracing is not None and ticket.traceparent is not None:
+            told = {"request_id": ticket.request_id, "path": ticket.path}
+            self._trace = tools.tracing.request(ticket.traceparent, told)
 
     @property
     def path_label(self) -> str:
@@ -152,6 +187,8 @@ class Relay:
     def _step(self, event: Event | None) -> None:
         """A fault of ours ends this request, typed, and no other. None: the beginning."""
         try:
+            if self._trace is not None and event is not None:
+                note(self._trace, event)
             known = event and self._considered(event)
             for effect in self._first if known is None else feed(self.route, known):
                 self._carry_out(effect)
@@ -175,7 +212,21 @@ class Relay:
         self._mover.cancel()
         self._cancel_prefill()
         self._cancel_decode()
+        if self._trace is not None:
+            self._end_trace(self._trace)
         self._ended(self)
+
+    def _end_trace(self, trace: RequestTrace) -> None:
+        route, choice = self.route, self.choice
+        told: dict[str, Told] = {
+            "room": route.room,
+            "attempt": route.attempt,
+            "outcome": str(route.state),
+            "decode": choice.decode.name,
+        }
+        if choice.prefill is not None:
+            told["prefill"] = choice.prefill.name
+        trace.ended(told, self.failure.error if self.failure is not None else None)
 
     def spawn(self, work: Work, failed: Callable[[Failure], Event]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._work(work, failed))
@@ -236,9 +287,11 @@ class Relay:
             return PrefillReplaced(event.leg)
         room = self._tools.mint_room()
         choice = fleet.pick(replace(self.ticket.ask, room=room), pinned, self._tried)
-        if (choice.prefill is None) != (self.choice.prefill is None):
+        if (choice.prefill is None) != (self.choice.prefill is None) and not self.choice.local:
             raise Unavailable("only an instance of another kind is left")
         self.choice = choice
+        if choice.prefill is not None and self._merge is None:  # decode was to tell all of it
+            self._merge = self.ticket.job.merge(self.ticket.request_id, self._created)
         return InstanceReplaced(room) if choice.prefill is None else PairReplaced(room)
 
     def _note_setback(self, event: PrefillFailed | DecodeFailed) -> None:
@@ -301,7 +354,7 @@ class Relay:
         hold = self._hold(prefill, self.ticket.job.prompt_weight, self.choice.dp_rank, lost)
         leg = PrefillLeg(number, self, prefill, hold, self._merge, is_plain=tools.is_plain)
         self._prefill.append(leg)
-        leg.call = self._post(prefill, "prefill", leg)
+        leg.call = self._post(prefill, "prefill", leg, self._traced("prefill", number, prefill))
 
     def _open_decode(self, number: int) -> None:
         self.choice = self._mover.choice or self.choice
@@ -328,20 +381,30 @@ class Relay:
             ),
         )
         self._decode = leg
-        leg.call = self._post(decode, "hybrid" if is_alone else "decode", leg)
+        side: Role = "hybrid" if is_alone else "decode"
+        leg.call = self._post(decode, side, leg, self._traced("decode", number, decode))
 
     @property
     def _needs_prefill(self) -> bool:
         """Whether decode's answer alone is not enough to go on."""
         return self._tools.is_plain or self._merge is not None
 
-    def _post(self, instance: Instance, side: Role, leg: PrefillLeg | DecodeLeg) -> Call:
-        body = self.ticket.job.body(side, self._leg())
-        return self._tools.upstream.post(instance, self.ticket.path, body, self._lines, leg)
+    def _post(
+        self, instance: Instance, side: Role, leg: PrefillLeg | DecodeLeg, lines: bytes
+    ) -> Call:
+        body = self.ticket.job.body(side, self)
+        return self._tools.upstream.post(instance, self.ticket.path, body, lines, leg)
+
+    def _traced(self, side: Side, number: int, instance: Instance) -> bytes:
+        """A leg's header lines, with which its leader joins the trace if there is one."""
+        if self._trace is None:
+            return self._lines
+        header = self._trace.opened(side, number, instance.name)
+        return self._lines + f"{TRACEPARENT}: {header}\r\n".encode() if header else self._lines
 
     def _rebind(self, number: int) -> None:
         decode, tools = self.choice.decode, self._tools
-        body = self._leg().model_dump_json(include=_REBIND_NAMES).encode()
+        body = self.leg().model_dump_json(include=_REBIND_NAMES).encode()
         until = tools.clocks.clock() + tools.rebind_grace_s
 
         def post(leg: JoinLeg) -> Call:
@@ -363,6 +426,8 @@ class Relay:
     def _start_answer(self) -> None:
         assert self._decode is not None, "it has answered"
         self.first_byte_at, self.status = self._tools.clocks.clock(), self._decode.status
+        if self._trace is not None:
+            self._trace.event("first byte")
         self._decode.go(self._shown_path(), self._told, self._shown_room)
 
     @property
@@ -389,35 +454,41 @@ class Relay:
 
     # What is sent.
 
-    def _leg(self) -> LegFields:
-        prefill, left = self.choice.prefill, self._time_left()
-        host, port = prefill.bootstrap if prefill else (None, None)
+    @property
+    def room(self) -> int:
+        return self.route.room
+
+    @property
+    def bootstrap(self) -> tuple[str, int] | None:
+        return self.choice.prefill.bootstrap if self.choice.prefill else None
+
+    def leg(self) -> LegFields:
+        """The same for both legs of an attempt."""
+        found, room, attempt = self._leg, self.route.room, self.route.attempt
+        if found is None or (found.bootstrap_room, found.attempt) != (room, attempt):
+            found = self._leg = self._new_leg(room, attempt)
+        return found
+
+    def _new_leg(self, room: int, attempt: int) -> LegFields:
+        left, key = self._time_left(), self._tools.key
+        host, port = self.bootstrap or (None, None)
+        expires = self._tools.clocks.wall() + left + TOKEN_SPARE_S
         moving = self._mover.moving
         return LegFields.model_construct(  # ours: nothing to check
-            bootstrap_room=self.route.room,
-            attempt=self.route.attempt,
+            bootstrap_room=room,
+            attempt=attempt,
             time_left_s=left,
-            transfer_token=self._transfer_token(left),
+            transfer_token=key.room_token(room, attempt, expires) if key else "",
             request_id=self.ticket.request_id,
             client_room=moving.room if moving else self.ticket.client_room,
             bootstrap_host=host,
             bootstrap_port=port,
-            disagg_prefill_dp_rank=self.choice.dp_rank if prefill else -1,
+            disagg_prefill_dp_rank=self.choice.dp_rank if self.choice.prefill else -1,
             created=self._created if moving or self._merge else None,
             path=moving.path if moving else self.path_label,
             marks=moving is not None,
             resumed=self._mover.resumed,
         )
-
-    def _transfer_token(self, left: float) -> str:
-        """One for both legs of an attempt."""
-        key, room, attempt = self._tools.key, self.route.room, self.route.attempt
-        if key is None:
-            return ""
-        if self._token is None or self._token[:2] != (room, attempt):
-            expires = self._tools.clocks.wall() + left + TOKEN_SPARE_S
-            self._token = room, attempt, key.room_token(room, attempt, expires)
-        return self._token[2]
 
     def _time_left(self) -> float:
         return max(0.001, self.ticket.deadline - self._tools.clocks.clock())

@@ -6,6 +6,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdrt.control.chance import Chance
+
 _ROUTER_BITS: Final = 16
 _RANDOM_BITS: Final = 63 - _ROUTER_BITS
 
@@ -19,10 +21,11 @@ class Rooms:
     """Of one router process. Several side by side need not know each other."""
 
     router: int = field(default_factory=_draw_router)
+    chance: Chance = field(default_factory=Chance)
 
     def mint(self) -> int:
         """63 bits, the router's number first and the rest random."""
-        return self.router << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+        return self.router << _RANDOM_BITS | self.chance.room() >> _ROUTER_BITS
 
 
 def router_of(room: int) -> str:

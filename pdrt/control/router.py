@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import ssl
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Final
 
 import setproctitle
@@ -16,12 +18,16 @@ import uvloop
 from pdrt import garbage, telemetry
 from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
+from pdrt.control.accounts import Tell, tell_plainly
 from pdrt.control.admin import Admin
+from pdrt.control.dashboard.serve import Dashboard
 from pdrt.control.fleet import Fleet
 from pdrt.control.front import STAGE, Router
 from pdrt.control.listen import listen
+from pdrt.control.reload import Reload
 from pdrt.control.rooms import Rooms, router_of
 from pdrt.control.ticket import Clocks
+from pdrt.control.tls import context_of, paths_of
 from pdrt.control.wire.server import Server
 from pdrt.errors import ConfigError
 from pdrt.keys import ClusterKey
@@ -39,37 +45,57 @@ def make_router(
     *,
     clocks: Clocks | None = None,
     mint: Callable[[], int] | None = None,
+    tell: Tell = tell_plainly,
 ) -> Router:
-    """A router with all its routes. With `policy.canary = false` instances are plain backends."""
-    shared = key if config.policy.canary else None
-    if config.policy.canary and shared is None:
+    """A router with all its routes. With `policy.backends = "plain"` nobody needs a key."""
+    shared = None if config.policy.is_plain else key
+    if not config.policy.is_plain and shared is None:
         raise ConfigError(
             "[security] key_file: the router needs the cluster key of its instances"
-            " (or [policy] canary = false in front of plain backends)"
+            ' (or [policy] backends = "plain" in front of servers that are not pdrt)'
         )
-    router = Router(config, shared, clocks or Clocks(), mint or Rooms().mint, Fleet.of(config))
+    minted, fleet = mint or Rooms().mint, Fleet.of(config)
+    router = Router(config, shared, clocks or Clocks(), minted, fleet, tell=tell)
     routes = router.routes
     for path in order.PATHS:
         routes.add_stream("POST", path, router.serve)
     routes.add("GET", "/v1/models", router.models)
     routes.add("GET", "/v1/models/{name}", router.model)
     routes.add("GET", "/v1/models/{owner}/{name}", router.model)
+    for path in order.TOKEN_PATHS:
+        routes.add("POST", path, router.ask_any)
     routes.add("GET", "/health", router.health)
     routes.add("GET", "/ready", router.ready)
     routes.add("GET", "/metrics", router.metrics_text)
     routes.add("POST", "/admin/drain", router.drain_moved)
+    Dashboard(router).add_routes()
     return router
 
 
 def make_server(router: Router) -> Server:
     security = router.config.security
-    return Server(
+    server = Server(
         router,
         STAGE,
         max_body_bytes=security.max_body_bytes,
         max_head_bytes=security.max_header_bytes,
         slow_reader_s=router.config.timeouts.slow_reader_s,
+        max_connections=security.max_connections,
     )
+    server.mint_id = router.chance.request_id
+    return server
+
+
+def tls_of(router: Router, server: Server) -> ssl.SSLContext | None:
+    """What connections are encrypted with, read again when its files change. Raises ConfigError."""
+    security = router.config.security
+    context = context_of(security)
+    if context is not None:
+        read = partial(context_of, security)
+        reload = Reload("TLS certificate", paths_of(security), read, server.renew)
+        reload.note()
+        router.reloads.append(reload)
+    return context
 
 
 @asynccontextmanager
@@ -106,19 +132,35 @@ async def serve(
 
     `say` is given the line with the real address. Raises ConfigError before anything starts.
     """
-    router = make_router(config, config.security.cluster_key())
+    lines = telemetry.Lines(sys.stderr, asyncio.get_running_loop().call_later, process="router")
+    router = make_router(config, config.security.cluster_key(), tell=_teller(config, lines, level))
     server = make_server(router)
+    tls = tls_of(router, server)
     async with router.lifetime(), administered(router, level):
         listening = listen(config.local_ip, config.ports.router)
-        await server.start(listening)
+        await server.start(listening, tls)
         try:
-            url = f"http://{bracketed(config.local_ip)}:{listening.getsockname()[1]}"
+            scheme = "http" if tls is None else "https"
+            url = f"{scheme}://{bracketed(config.local_ip)}:{listening.getsockname()[1]}"
             log.info("listening", url=url, router=router_of(router.mint_room()))
             say(f"router listening on {url}")
             garbage.settle()
             return await _until_asked(router, config.timeouts.drain_s)
         finally:
             await server.close(CLOSE_S)
+            lines.flush()
+
+
+def _teller(config: RouterConfig, lines: telemetry.Lines, level: LogLevel | None) -> Tell:
+    """How a request is told with which nothing was wrong; the level may change any time."""
+    if telemetry.is_console(config.log.format):
+        return tell_plainly
+
+    def tell(event: str, fields: Mapping[str, object]) -> None:
+        if level is None or level.name in ("debug", "info"):
+            lines.info(event, fields)
+
+    return tell
 
 
 async def _until_asked(router: Router, drain_s: float) -> int:

@@ -36,6 +36,12 @@ class RouterMetrics:
             "Streams that another instance went on with when theirs was lost",
             registry=self.registry,
         )
+        self.local = Counter(
+            "pdrt_router_local",
+            "Prompts that a decode instance computed itself, by why they were short enough",
+            ("reason",),
+            registry=self.registry,
+        )
         self.slow_readers = Counter(
             "pdrt_router_slow_readers",
             "Answers cut because their client had stopped reading",

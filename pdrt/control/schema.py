@@ -11,11 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
+    JsonValue,
     Tag,
     ValidationError,
     model_validator,
@@ -23,6 +25,7 @@ from pydantic import (
 
 from pdrt.control.http import Json
 from pdrt.control.structured import ResponseFormat, StructuredOutputs
+from pdrt.control.turns import MAX_TOOLS, MAX_TURNS, Tool, ToolChoice, Turn, check_tools, small
 from pdrt.errors import BadRequest
 from pdrt.messages import Bias, Room, Sampling
 
@@ -37,10 +40,6 @@ _DECIMAL: Final = re.compile("0|[1-9][0-9]{0,9}")
 
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
-
-
-def _as_parts(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 def _by_id(value: object) -> object:
@@ -182,32 +181,32 @@ class CompletionRequest(Envelope, Drawing):
     response_format: ResponseFormat | None = None
 
 
-class Part(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Turn(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[list[Part], Field(fail_fast=True)] | None, BeforeValidator(_as_parts)
-    ] = None
-    name: str | None = None
-
-
 class ChatRequest(Envelope, Drawing):
-    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=4096)]
+    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, JsonValue], AfterValidator(small)] | None = None
 
     @model_validator(mode="after")
-    def _tops_need_logprobs(self) -> Self:
+    def _is_sound(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is only for logprobs = true")
+        check_tools(self.tools, self.tool_choice)
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise ValueError(
+                    "continue_final_message: an answer is continued or begun, not both"
+                )
+            if self.messages[-1].role != "assistant" or not self.messages[-1].text:
+                raise ValueError("continue_final_message: the last message is no assistant's text")
         return self
 
 
@@ -215,7 +214,7 @@ class Told(Strict):
     """What a client has of one of its sequences."""
 
     ids: Annotated[list[TokenId], Field(fail_fast=True)]
-    finish: Literal["stop", "length"] | None = None
+    finish: Literal["stop", "length", "tool_calls"] | None = None
 
 
 class Resumed(Strict):
@@ -310,7 +309,6 @@ IGNORED: Final = frozenset(
     }
 )
 TURN_UNSUPPORTED: Final[Mapping[str, Sequence[object]]] = {
-    "tool_calls": ([],),
     "function_call": (),
     "audio": (),
     "refusal": (),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeAlias
@@ -23,7 +23,8 @@ from pdrt.control.call import Call, open_call, parts_of, rebind_of, submit_again
 from pdrt.control.claims import claimed
 from pdrt.control.dispatch import Stream
 from pdrt.control.generate import GenerateVoice
-from pdrt.control.http import REQUEST_ID, Json, error_of, read_json, request_id_of
+from pdrt.control.http import CANARY_HEADER, REQUEST_ID, Json, error_of, read_json, request_id_of
+from pdrt.control.job import cost_of
 from pdrt.control.join import Joiner
 from pdrt.control.leader import Leader
 from pdrt.control.likely import PromptPart
@@ -35,6 +36,7 @@ from pdrt.control.partreply import PartReply
 from pdrt.control.prompted import choices_of, prompt_of
 from pdrt.control.reply import Reply, StreamReply, Voice, WholeReply, long_json_of
 from pdrt.control.resume import take_up
+from pdrt.control.traces import TRACEPARENT, Served, Told
 from pdrt.control.webclient import WebClient
 from pdrt.errors import Conflict, DeadlinePassed, NotFound, PdrtError
 from pdrt.messages import Output, Submit
@@ -51,6 +53,8 @@ class Outcome:
     code: str = "ok"
     room: int = -1
     answers: list[Answer] = field(default_factory=list)
+    times: Times | None = None  # of a prompt that others answer, or of the only answer
+    key: str = ""  # name of the client's API key
 
     @property
     def usage(self) -> Json:
@@ -58,6 +62,13 @@ class Outcome:
         return {
             name: sum(usage[name] for usage in usages) for usage in usages[:1] for name in usage
         }
+
+    @property
+    def timings(self) -> Json | list[Json]:
+        """Of a batch each prompt's own."""
+        if len(self.answers) > 1:
+            return [answer.times.json() for answer in self.answers]
+        return self.times.json() if self.times is not None else {}
 
 
 class Serving:
@@ -71,13 +82,17 @@ class Serving:
         leader, times = self._leader, Times(self._leader.clock())
         request[PD_PATH] = "local" if leader.role == "hybrid" else "disagg"  # if it is refused
         with self._told(request) as outcome:
+            outcome.times = times
             body = await read_json(request, leader.limits.max_body_bytes)
             call = open_call(leader, request, PATHS[request.path], body, times)
             outcome.room, request[PD_PATH] = call.room, call.path
             if leader.role == "prefill":
-                return await self._prefill_leg(call)
+                return await self._prefill_leg(call, outcome)
             # Of a leg it is None: the router has seen to it.
-            with claimed(self._client_rooms, call.order.client_room):
+            with (
+                self._held(request, call) as outcome.key,
+                claimed(self._client_rooms, call.order.client_room),
+            ):
                 if call.order.prompts:
                     return await self._answer_batch(request, call, outcome)
                 voice = self._voice(call)
@@ -99,8 +114,9 @@ class Serving:
                 # Decode has what the older attempt sent, or it would not ask: that one ends well
                 # as soon as the transport says so, and must not be superseded.
                 raise Conflict(f"room {submit.room} is in flight already; ask again")
-            deadline = leader.clock() + body.time_left_s
-            return await self._prefill(submit, body.disagg_prefill_dp_rank, deadline)
+            outcome.times = Times(leader.clock())
+            deadline = outcome.times.arrived + body.time_left_s
+            return await self._prefill(submit, body.disagg_prefill_dp_rank, deadline, outcome)
 
     async def rebind(self, request: web.Request) -> web.StreamResponse:
         """For the router: a room's prompt is computed anew, perhaps elsewhere."""
@@ -109,14 +125,19 @@ class Serving:
         leader.dispatcher.rebind(rebind_of(leader, body))
         return web.json_response({"status": "ok"})
 
-    async def _prefill_leg(self, call: Call) -> web.StreamResponse:
+    async def _prefill_leg(self, call: Call, outcome: Outcome) -> web.StreamResponse:
         async with _until(call.deadline - self._leader.clock()):
             submit = await submit_of(self._leader, call)
         rank = -1 if call.leg is None else call.leg.disagg_prefill_dp_rank
-        return await self._prefill(submit, rank, call.deadline, call)
+        return await self._prefill(submit, rank, call.deadline, outcome, call)
 
     async def _prefill(
-        self, submit: Submit, dp_rank: int, deadline: float, call: Call | None = None
+        self,
+        submit: Submit,
+        dp_rank: int,
+        deadline: float,
+        outcome: Outcome,
+        call: Call | None = None,
     ) -> web.StreamResponse:
         """Answer once decode's memory holds the prompt, with what only this side can tell of it."""
         leader = self._leader
@@ -124,6 +145,9 @@ class Serving:
         async with _until(deadline - leader.clock()):
             with leader.dispatcher.submit(submit, None if dp_rank < 0 else dp_rank) as stream:
                 output = await _prefilled(stream)
+            if (times := outcome.times) is not None:
+                times.spent_ms, times.last = output.spent_ms, leader.clock()
+                self._meter.spent(times)
             if call is not None and call.order.is_prompt_told:
                 part = await prompt_of(call, submit, output, leader.text)
                 told = await leader.text.run(self._voice(call).prompt, part)
@@ -137,6 +161,7 @@ class Serving:
                 "prompt_tokens": submit.prompt_tokens,
                 "cached_tokens": output.cached_tokens,
             },
+            "timings_ms": times.json() if times is not None else {},
         }
         if told:
             done |= {"prompt": told, "model": leader.model}
@@ -237,6 +262,13 @@ class Serving:
             with_usage_always=order.usage_always,
         )
 
+    def _held(self, request: web.Request, call: Call) -> AbstractContextManager[str]:
+        """A client's request counts for its API key; a leg has been counted by the router."""
+        if self._leader.door is None or call.leg is not None:
+            return nullcontext("")
+        cost = cost_of(call.order)
+        return self._leader.door.held(request.headers.get("authorization", ""), cost)
+
     @contextmanager
     def _told(self, request: web.Request) -> Iterator[Outcome]:
         """Count and log how a request ended, also when its client left."""
@@ -259,14 +291,33 @@ class Serving:
         self._meter.ended(request.path, outcome.code)
         for answer in outcome.answers if outcome.code == "ok" else ():
             self._meter.answered(answer)
+        self._trace(request, outcome)
         log.info(
             "request_ended",
             request_id=request_id_of(request),
             room=outcome.room,
             path=request.path,
             code=outcome.code,
+            **({"key": outcome.key} if outcome.key else {}),
             **outcome.usage,
+            **({"timings_ms": told} if (told := outcome.timings) else {}),
         )
+
+    def _trace(self, request: web.Request, outcome: Outcome) -> None:
+        leader, times = self._leader, outcome.times
+        if leader.tracing is None or times is None or CANARY_HEADER in request.headers:
+            return
+        told: dict[str, Told] = {
+            "request_id": request_id_of(request),
+            "room": outcome.room,
+            "path": request.path,
+            **outcome.usage,
+            **{f"{phase}_ms": ms for phase, ms in times.phases.items()},
+        }
+        served = Served(
+            leader.role, times.arrived, leader.clock(), times.events(), told, outcome.code
+        )
+        leader.tracing.served(request.headers.get(TRACEPARENT, ""), served)
 
 
 async def _prefilled(stream: Stream) -> Output:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdrt.control.figures import load_of, pressure_of, worker_health, worker_status
+from pdrt.control.figures import load_of, pressure_of, totals_of, worker_health, worker_status
 from pdrt.control.http import Json
 from pdrt.control.lives import NodeState
 from pdrt.control.parts import Parts
@@ -75,6 +75,7 @@ class Shown:
             "max_model_len": self.max_model_len,
             "local_prefill": self.takes_prompts,
             "load": self._load(),
+            "totals": totals_of(parts.handles),
             "rooms": parts.work.rooms,
             "last_fault_at": parts.condition.fault_at or None,
             "workers": [worker_status(handle, now) for handle in parts.handles],

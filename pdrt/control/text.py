@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import tokenizers
 
-from pdrt.control.detokenize import BytePieces, Pieces, WindowPieces
+from pdrt.control.detokenize import BytePieces, MarkedPieces, Pieces, WindowPieces
+from pdrt.control.http import Json
 from pdrt.control.order import Chat
-from pdrt.control.template import ChatTemplate
+from pdrt.control.template import ChatTemplate, continued
+from pdrt.control.toolcalls import ToolFormat
+from pdrt.control.toolformats import HERMES
 from pdrt.errors import BadRequest, ConfigError, Overloaded
 from pdrt.modelspec import NULL_PATH, NULL_SPEC
 
@@ -32,16 +36,25 @@ _SPACE: Final = "\u2581"
 class Text(Protocol):
     """All calls take time in proportion to the text and may run in any thread."""
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, with the tokens that the model wants at its start."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of a prompt, with the tokens that the model wants at its start if `special`."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Their text, special tokens included."""
         ...
 
     def encode_chat(self, chat: Chat) -> list[int]:
         """The ids of a conversation. Raises BadRequest when the template refuses it."""
         ...
 
-    def pieces(self) -> Pieces:
-        """A fresh decoder for one answer."""
+    def pieces(self, shown: Collection[str] = ()) -> Pieces:
+        """A fresh decoder for one answer; special tokens are no text, but for those in `shown`."""
+        ...
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls; None where it is offered no tools."""
         ...
 
     def bytes_of(self, token: int) -> bytes:
@@ -52,15 +65,28 @@ class Text(Protocol):
 class ByteText:
     """For the null device: a token is a byte, and a chat is its turns, one a line."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, chat: Chat) -> list[int]:
-        lines = [f"{turn['role']}: {turn['content']}\n" for turn in chat.turns]
-        return self.encode("".join(lines) + "assistant: ")
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self.bytes_of, ids)).decode(errors="replace")
 
-    def pieces(self) -> Pieces:
+    def encode_chat(self, chat: Chat) -> list[int]:
+        lines = [f"tool: {json.dumps(tool)}\n" for tool in chat.tools]
+        for turn in chat.turns:
+            calls = "".join(map(_called, turn.get("tool_calls", ())))
+            lines.append(f"{turn['role']}: {turn['content'] or ''}{calls}\n")
+        text = "".join(lines) + "assistant: " * chat.begins_answer
+        if chat.continues_last:
+            text = continued(text, chat.turns[-1]["content"])
+        return self.encode(text)
+
+    def pieces(self, shown: Collection[str] = ()) -> Pieces:
         return BytePieces(lambda token: bytes((token,)) if token < 256 else b"")
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        return HERMES
 
     def bytes_of(self, token: int) -> bytes:
         if token in NULL_SPEC.eos_token_ids:
@@ -78,18 +104,36 @@ class ModelText:
         self._bytes: dict[int, bytes] = {}
         self._is_byte_level = _decoder_type(tokenizer) == "ByteLevel"
 
-    def encode(self, text: str) -> list[int]:
-        return self._ids(text, special=True)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return self._ids(text, special=special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # As with encoding, only this form lets other threads run meanwhile.
+        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)
+        return text
 
     def encode_chat(self, chat: Chat) -> list[int]:
         if self._template is None:
             raise BadRequest("messages: this model has no chat template; use /v1/completions")
         return self._ids(self._template.render(chat), special=False)
 
-    def pieces(self) -> Pieces:
+    def pieces(self, shown: Collection[str] = ()) -> Pieces:
+        told = {id_: text for text in shown if (id_ := self._special_id(text)) is not None}
         if self._is_byte_level:
-            return BytePieces(self._bytes_of)
-        return WindowPieces(self._tokenizer.decode, self._special.__contains__)
+            return BytePieces(self._bytes_of if not told else partial(self._bytes_or, told))
+        pieces = partial(WindowPieces, self._tokenizer.decode, self._special.__contains__)
+        return MarkedPieces(pieces, told) if told else pieces()
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        return None if self._template is None else self._template.tool_format
+
+    def _special_id(self, text: str) -> int | None:
+        found = self._tokenizer.token_to_id(text)
+        return found if found in self._special else None
+
+    def _bytes_or(self, told: Mapping[int, str], token: int) -> bytes:
+        return told[token].encode() if token in told else self._bytes_of(token)
 
     def bytes_of(self, token: int) -> bytes:
         if self._is_byte_level and token not in self._special:
@@ -141,6 +185,10 @@ def open_text(path: str) -> Text:
     return ModelText(tokenizer, ChatTemplate.read(Path(path)))
 
 
+def _called(call: Json) -> str:
+    return f"<tool_call>{json.dumps(call['function'])}</tool_call>"
+
+
 def _decoder_type(tokenizer: tokenizers.Tokenizer) -> str:
     decoder: Mapping[str, Any] | None = json.loads(tokenizer.to_str())["decoder"]
     return str(decoder["type"]) if decoder else ""
@@ -170,11 +218,23 @@ class TextPool:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenise")
         self.waiting = self.most_waiting = 0
 
-    def pieces(self) -> Pieces:
-        return self._text.pieces()
+    def pieces(self, shown: Collection[str] = ()) -> Pieces:
+        return self._text.pieces(shown)
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        return self._text.tool_format
 
     def bytes_of(self, token: int) -> bytes:
         return self._text.bytes_of(token)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """In this thread, for `run`."""
+        return self._text.encode(text, special=special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """In this thread, for `run`."""
+        return self._text.decode(ids)
 
     async def ids(self, prompt: Prompt) -> Sequence[int]:
         """The prompt's token ids. Raises BadRequest, and Overloaded when too many wait."""

@@ -11,7 +11,9 @@ from typing import Protocol
 from pdrt.control.fleet import Fleet
 from pdrt.control.instances import Instance
 from pdrt.control.job import Job
+from pdrt.control.passage import Passage
 from pdrt.control.policy import Ask
+from pdrt.control.traces import Tracing
 from pdrt.control.upstream import Upstream
 from pdrt.control.wire.reply import Fields
 from pdrt.errors import PdrtError
@@ -75,6 +77,7 @@ class Tools:
     rebind_grace_s: float
     max_moves: int = 0  # of one stream, each when its decode instance is lost
     move_s: float = 0.0  # how long an instance is looked for that goes on with it
+    tracing: Tracing | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -92,5 +95,8 @@ class Ticket:
     client_room: int | None = None
     pinned: Instance | None = None
     ask: Ask = field(default_factory=Ask)  # what choices go by; `room` is that of the first try
+    key_name: str = ""  # whose API key it came with
     may_retry: bool = True
     lines: bytes = b""  # more header lines for its legs
+    traceparent: str | None = None  # the client's, or empty; None: it is not traced
+    passage: Passage | None = None  # what is shown of it

@@ -132,8 +132,11 @@ class Runner(Protocol):
         """
         ...
 
-    def prepare(self, grammar: Grammar) -> None:
-        """Compile what answers will be bound to, in any thread. Raises BadRequest."""
+    def prepare(self, grammar: Grammar | None) -> None:
+        """Compile what answers will be bound to, in any thread; None: read the model's tokens only.
+
+        Raises BadRequest.
+        """
         ...
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:

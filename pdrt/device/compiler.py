@@ -1,6 +1,6 @@
 """Grammars as llguidance reads them: whose tokens, what language, within which bounds.
 
-The library is an extra (`structured`) and is loaded with the first grammar. A schema is a few
+The library is an extra (`structured`) and is loaded when it is needed. A schema is a few
 lines that may stand for gigabytes of automata, so whatever comes from a client is compiled in a
 process that can be ended (see `control.grammarcheck`) before any worker compiles it.
 """
@@ -40,7 +40,7 @@ def check_library(find: Find = importlib.util.find_spec) -> None:
     if find(LIBRARY) is None:
         raise BadRequest(
             "response_format and structured_outputs need llguidance, which is not installed here:"
-            " pip install 'pdrt[structured]'"
+            " pip install llguidance (pdrt's extra `structured`)"
         )
 
 

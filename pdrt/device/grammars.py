@@ -24,9 +24,10 @@ from pdrt.messages import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-Allowed: TypeAlias = npt.NDArray[np.uint8]  # [rows, vocabulary]: 1 for what may be said
+Forbidden: TypeAlias = npt.NDArray[np.bool_]  # [rows, vocabulary]
 
 _KEPT: Final = 16  # compiled grammars
+_AT_ONCE: Final = 256  # tokens, at 10 us each
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class _Bound:
 
 
 class Grammars:
-    """Those of one model. `open_` makes its vocabulary, when the first grammar comes."""
+    """Those of one model. `open_` makes its vocabulary, when it is first needed."""
 
     def __init__(self, open_: Callable[[], LLTokenizer], vocab: int, kept: int = _KEPT) -> None:
         self._open, self._vocab, self._kept = open_, vocab, kept
@@ -46,24 +47,28 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock, self._opening = Lock(), Lock()
 
-    def prepare(self, grammar: Grammar) -> None:
-        """Compile it, in whatever thread has the time. Raises BadRequest."""
-        self._fresh(grammar)
+    def prepare(self, grammar: Grammar | None) -> None:
+        """Compile it, in whatever thread has the time; None: read the model's tokens only.
+
+        Raises BadRequest.
+        """
+        self._tokens() if grammar is None else self._fresh(grammar)
 
     def matcher_for(self, grammar: Grammar, output: Sequence[int]) -> LLMatcher:
         """As it is after these tokens; one in an error state if they break the grammar."""
         matcher = self._fresh(grammar)
-        matcher.consume_tokens(list(output))
+        _tell(matcher, output)
         return matcher
 
-    def allowed(self, draws: Sequence[Draw]) -> Allowed:
-        """What each of these may say next. `fault` is set where that is not known."""
-        rows = np.zeros((len(draws), self._vocab), np.uint8)
+    def forbidden(self, draws: Sequence[Draw]) -> Forbidden:
+        """What each of these may not say next. `fault` is set where that is not known."""
+        rows = np.ones((len(draws), self._vocab), np.uint8)
         for row, draw in zip(rows, draws, strict=True):
-            bits = np.unpackbits(np.frombuffer(self._mask(draw), np.uint8), bitorder="little")
+            allowed = np.frombuffer(self._mask(draw), np.uint8)
+            bits = np.unpackbits(~allowed, bitorder="little")
             known = min(len(row), len(bits))  # a model may have more logits than tokens, or fewer
             row[:known] = bits[:known]
-        return rows
+        return rows.view(np.bool_)
 
     def _mask(self, draw: Draw) -> bytes:
         try:
@@ -83,7 +88,7 @@ class Grammars:
         if not isinstance(bound, _Bound) or bound.seen > said:
             bound = draw.kept = _Bound(self._fresh(grammar))
         if bound.seen < said:
-            bound.matcher.consume_tokens(list(draw.history[draw.prompt_tokens + bound.seen :]))
+            _tell(bound.matcher, draw.history[draw.prompt_tokens + bound.seen :])
             bound.seen = said
         return bound.matcher
 
@@ -105,6 +110,12 @@ class Grammars:
             if self._vocabulary is None:
                 self._vocabulary = self._open()
             return self._vocabulary
+
+
+def _tell(matcher: LLMatcher, output: Sequence[int]) -> None:
+    """In pieces, for the library holds Python's lock: a long answer that came from elsewhere."""
+    for first in range(0, len(output), _AT_ONCE):
+        matcher.consume_tokens(list(output[first : first + _AT_ONCE]))
 
 
 def no_vocabulary() -> LLTokenizer:

@@ -85,7 +85,7 @@ class NullRunner:
             number = self._context.rank * self._shard.size + self._shard.rank
             self._group = meet(number, self._size, rendezvous, timeout_s)
 
-    def prepare(self, grammar: Grammar) -> None:
+    def prepare(self, grammar: Grammar | None) -> None:
         self._grammars.prepare(grammar)
 
     def execute(self, batch: Sequence[SeqStep]) -> list[Drawn]:
@@ -202,7 +202,7 @@ def _likely(draw: Draw, total: int, grammars: Grammars) -> int:
     """The likeliest token; biases and grammars count as they do for a model."""
     tokens: Sequence[int] = range(EOS + 1)
     if draw.sampling.grammar is not None:
-        tokens = np.flatnonzero(grammars.allowed([draw])[0]).tolist() or tokens
+        tokens = np.flatnonzero(~grammars.forbidden([draw])[0]).tolist() or tokens
     biases = dict(draw.sampling.logit_bias)
     return max(tokens, key=lambda token: _logprob(token, total) + biases.get(token, 0.0))
 

@@ -147,9 +147,9 @@ def forbid_(logits: Tensor, draws: Sequence[Draw], grammars: Grammars | None) ->
     if not rows:
         return
     assert grammars is not None, "who admits a grammar has prepared it"
-    allowed = torch.from_numpy(grammars.allowed([draws[row] for row in rows])) != 0
-    for row, its in zip(rows, allowed, strict=True):
-        logits[row].masked_fill_(~its, -math.inf)
+    forbidden = torch.from_numpy(grammars.forbidden([draws[row] for row in rows]))
+    for row, its in zip(rows, forbidden, strict=True):
+        logits[row].masked_fill_(its, -math.inf)
 
 
 def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

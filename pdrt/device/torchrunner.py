@@ -73,7 +73,7 @@ class TorchRunner:
         tp, cp = self._shard.size, self._context.size
         self._groups = Groups(*join_both(self._place[0], tp, cp, rendezvous, timeout_s))
 
-    def prepare(self, grammar: Grammar) -> None:
+    def prepare(self, grammar: Grammar | None) -> None:
         self._grammars.prepare(grammar)
 
     @property

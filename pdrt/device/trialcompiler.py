@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
+import setproctitle
+
 from pdrt.device.compiler import compiled, open_vocabulary
 from pdrt.errors import BadRequest
 from pdrt.messages import Grammar
@@ -22,6 +24,8 @@ MEMORY_BYTES: Final = 512 << 20  # for grammars, beside the model's tokens
 
 def main(path: str, vocab: str, eos: str, within_s: str) -> None:
     """Arguments are as on the command line; `eos` is separated by commas."""
+    setproctitle.setproctitle("pdrt grammars")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader decides when we end
     try:
         vocabulary = open_vocabulary(path, int(vocab), [int(token) for token in eos.split(",")])
     except BadRequest as error:

@@ -41,6 +41,7 @@ from pdrt.sched.limits import Limits
 from pdrt.sched.plan import Batch, Plan, fit
 from pdrt.sched.request import First, Request, State, from_submit
 from pdrt.sched.sequences import branch, drawn_firsts, living, resumed
+from pdrt.sched.spent import Phase
 
 _COPY_GAIN: Final = 4  # so much faster, about, is KV copied to the host and back than computed
 QUEUES: Final = (("waiting_queue", (State.QUEUED, State.SWAPPED)),)
@@ -123,6 +124,7 @@ class Scheduler:
 
     def _checked(self, submit: Submit, now: float) -> Request:
         book = self.book
+        book.now = now
         book.check_admissible(submit, self.limits.max_waiting)
         request = from_submit(submit, book.next_key(), self._eos, now)
         length = request.prompt_tokens + request.sampling.max_tokens
@@ -135,8 +137,9 @@ class Scheduler:
         )
         self.book.outbox.append(Say(said))
 
-    def feed(self, event: TransferEvent | Order, _now: float) -> None:
+    def feed(self, event: TransferEvent | Order, now: float) -> None:
         """A hybrid request hears of nothing but that it is not wanted any more."""
+        self.book.now = now
         members = self.book.members(event.room)
         if isinstance(event, Stopped):
             self._stop(members, event)
@@ -160,6 +163,7 @@ class Scheduler:
     def plan(self, now: float) -> Plan:
         """Decide and reserve the next step. An empty batch means: wait for an event or timer."""
         book = self.book
+        book.now = now
         expired = book.expire(now)
         self._own_what_is_left()
         runners, free = book.queues[State.RUNNING].values(), book.blocks.free
@@ -179,12 +183,13 @@ class Scheduler:
         return book.opened(Plan(batch.steps, len(granted), retracted, expired, moves))
 
     def commit(
-        self, plan: Plan, drawn: Sequence[Drawn], _now: float, lost: Collection[int] = ()
+        self, plan: Plan, drawn: Sequence[Drawn], now: float, lost: Collection[int] = ()
     ) -> None:
         """Apply what the device computed to those that are still there.
 
         `lost` are the keys of those whose KV could not be moved.
         """
+        self.book.now = now
         self.book.counters["prompt_tokens_computed"] += plan.prompt_tokens
         self._moved(plan.moves, lost)
         for request, step, one in self.book.results(plan, drawn, lost):
@@ -211,6 +216,8 @@ class Scheduler:
     ) -> None:
         """Its next token, which may be its last; the KV of those before is there."""
         self.book.learn(request, len(request.tokens))
+        if request.spent.phase is not Phase.DECODE:
+            request.spent.says(self.book.now)
         finish = request.finish_with(token)
         if finish is None:
             self.book.move(request, TokenOut(token, logprob, cached_tokens, top))
@@ -230,6 +237,7 @@ class Scheduler:
         """Its prompt's KV is here and its first tokens are said: from now on n requests run."""
         if request.state is State.DONE:
             return
+        request.spent.enter(Phase.FIRST_DECODE, self.book.now)
         is_partly_filled = len(request.tokens) % self.limits.block_size > 0
         for index in living(request.firsts)[1:]:
             key, blocks = self.book.next_key(), request.blocks

@@ -84,6 +84,7 @@ class Book:
         self.outbox: deque[Effect] = deque()
         self.counters: Counter[str] = Counter()
         self.is_draining = False
+        self.now = 0.0  # of the call that is being served
         self._keys = 0
         self._open: Plan | None = None
 
@@ -110,6 +111,7 @@ class Book:
 
     def enter(self, request: Request) -> None:
         self._note(request)
+        request.spent.begins(request.state)
         self.counters["submitted"] += 1
 
     def join(self, request: Request) -> None:
@@ -143,6 +145,7 @@ class Book:
             self._unfile(request)
             request.state = after
             request.story.append(f"{before}--{type(event).__name__}->{after}")
+            request.spent.moved(before, after, self.now)
             self._file(request)
         elif not effects and (before, type(event)) in self._table.ignored:
             self.counters["ignored"] += 1
@@ -150,6 +153,9 @@ class Book:
             self.weigh(request)
         for effect in effects:
             if isinstance(effect, Say):  # most are: one for each token
+                if request.spent.has_news or effect.output.finish is not None:
+                    told = request.spent.told(self.now)
+                    effect.output = replace(effect.output, spent_ms=told)
                 self.outbox.append(effect)
                 self._said(effect.output)
             else:

@@ -49,6 +49,7 @@ from pdrt.sched.limits import Limits
 from pdrt.sched.plan import Plan
 from pdrt.sched.request import First, Request, State
 from pdrt.sched.sequences import branch, first, living
+from pdrt.sched.spent import Phase
 
 QUEUES: Final = (
     ("prealloc_queue", (State.BOOTSTRAPPING, State.WAITING, State.UNBOUND)),
@@ -109,6 +110,7 @@ class DecodeDisaggScheduler:
 
     def feed(self, event: TransferEvent | Order, now: float) -> None:
         """Whatever happens outside comes in here, in any order, any number of times."""
+        self.book.now = now
         match event:
             case Cancelled() | Stopped():
                 self._base.feed(event, now)
@@ -132,7 +134,11 @@ class DecodeDisaggScheduler:
     ) -> None:
         match event:
             case FirstTokens():
+                request.spent.hears(Phase.TRANSFER, now)
                 self._first_tokens(request, event)
+            case PromptStarted():
+                request.spent.hears(Phase.PREFILL, now)
+                self.book.move(request, event)
             case ReceiveFailed():
                 self._failed(request, event, now)
             case _:

@@ -72,6 +72,7 @@ class PrefillDisaggScheduler:
     def submit(self, submit: Submit, now: float) -> None:
         """Raises BadRequest, TooLong, Conflict, Overloaded or Draining; then nothing is kept."""
         book = self.book
+        book.now = now
         book.check_admissible(submit, self.limits.max_waiting)
         request = from_submit(submit, book.next_key(), (), now)
         self.limits.check_fits(request, len(request.tokens), book.blocks.total)
@@ -84,8 +85,9 @@ class PrefillDisaggScheduler:
             )
         )
 
-    def feed(self, event: TransferEvent | Order, _now: float) -> None:
+    def feed(self, event: TransferEvent | Order, now: float) -> None:
         """Whatever happens outside comes in here, in any order, any number of times."""
+        self.book.now = now
         book = self.book
         if isinstance(event, SendEnded) and book.release((event.room, event.attempt)):
             return  # it was told before; now its blocks are free
@@ -116,6 +118,7 @@ class PrefillDisaggScheduler:
 
     def plan(self, now: float) -> Plan:
         """Decide and reserve the next step. An empty batch means: wait for an event or timer."""
+        self.book.now = now
         expired = self.book.expire(now)
         batch, running = Batch(self.limits), self.book.queues[State.RUNNING]
         batch.fill(running.values())
@@ -134,9 +137,10 @@ class PrefillDisaggScheduler:
         return book.admit(space)
 
     def commit(
-        self, plan: Plan, drawn: Sequence[Drawn], _now: float, _lost: Collection[int] = ()
+        self, plan: Plan, drawn: Sequence[Drawn], now: float, _lost: Collection[int] = ()
     ) -> None:
         """Hand over what the device computed for those that are still there."""
+        self.book.now = now
         computed = sum(len(step.tokens) for step in plan.batch)
         self.book.counters["prompt_tokens_computed"] += computed
         for request, step, one in self.book.results(plan, drawn):

@@ -6,7 +6,6 @@ import hashlib
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from pdrt.device.batch import Draw, Odds
 from pdrt.device.chance import of_sequence
@@ -23,20 +22,8 @@ from pdrt.messages import (
     unpack_ids,
 )
 from pdrt.sched.prefix import Chain
-
-
-class State(StrEnum):
-    """A state says who may hold what."""
-
-    QUEUED = "queued"  # holds nothing; will be computed here, from its first token
-    BOOTSTRAPPING = "bootstrapping"  # holds nothing; the two sides are finding each other
-    WAITING = "waiting"  # holds nothing; the other side is ready, memory is not
-    UNBOUND = "unbound"  # holds nothing; its prefill was lost, another may be found
-    TRANSFERRING = "transferring"  # holds blocks and a slot; the peer writes them
-    RUNNING = "running"  # holds blocks; the device computes it
-    SWAPPED = "swapped"  # holds host blocks with its KV; made way, and will be first in line
-    INFLIGHT = "inflight"  # holds blocks; computed, the transport still reads them
-    DONE = "done"  # told; holds nothing
+from pdrt.sched.spent import Spent
+from pdrt.sched.states import State as State
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +78,7 @@ class Request:
     lost_until: float = 0.0  # unbound: how long another prefill is waited for
     problem: Problem | None = None  # unbound: what happened to the last one
     chain: Chain = field(default_factory=Chain)
+    spent: Spent = field(default_factory=lambda: Spent(0.0))
     story: deque[str] = field(default_factory=lambda: deque(maxlen=64))
     draw: Draw = field(init=False)  # of its next token, in every step the same
 
@@ -189,4 +177,5 @@ def from_submit(submit: Submit, key: int, eos: Collection[int], now: float) -> R
         scoring=submit.scoring,
         is_trial=submit.is_trial,
         chain=Chain(submit.salt),
+        spent=Spent(now),
     )

@@ -97,6 +97,7 @@ def _sequence(request: Request, index: int, key: int, tokens: list[int]) -> Requ
         since=request.since,
         state=State.RUNNING,
         chain=request.chain.fork(),
+        spent=request.spent.fork(),
     )
 
 

@@ -179,6 +179,7 @@ class Cluster:
 
     async def _watch(self, asked: Asked) -> None:
         """Show the load and report the dead until asked to stop, or until nobody is left."""
+        self._screen.say(f"{self._router.url}/ in a browser, or pdrt top, shows it at work", "dim")
         self._screen.say("Ctrl-C drains and stops", "dim")
         was_ready = True
         async with self._session() as session:

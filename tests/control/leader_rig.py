@@ -12,12 +12,14 @@ from typing import Any
 import aiohttp
 from prometheus_client import CollectorRegistry
 
-from pdrt.config import Role
+from pdrt.config import Role, SecuritySection
 from pdrt.control.api import make_app
 from pdrt.control.dispatch import DPDispatcher
 from pdrt.control.grammarcheck import GrammarCheck
 from pdrt.control.http import listen
+from pdrt.control.keydoor import KeyDoor
 from pdrt.control.leader import Leader, Limits
+from pdrt.control.order import PATHS
 from pdrt.control.text import ByteText, TextPool
 from pdrt.keys import ClusterKey
 from pdrt.messages import (
@@ -186,6 +188,8 @@ async def rigged(role: Role = "hybrid", **changes: Any) -> AsyncIterator[Rig]:
     dispatcher = DPDispatcher([worker], lambda: 0.0)
     worker.dispatcher = dispatcher
     of_limits = {k: changes.pop(k) for k in list(changes) if k in Limits.__dataclass_fields__}
+    registry = CollectorRegistry()
+    keys = SecuritySection(api_keys=changes.pop("api_keys", ()))
     leader = Leader(
         role=role,
         model="null",
@@ -194,7 +198,8 @@ async def rigged(role: Role = "hybrid", **changes: Any) -> AsyncIterator[Rig]:
         grammars=GrammarCheck("null", 257, (EOS,)),
         limits=replace(Limits(max_model_len=1000, vocab=257), **of_limits),
         key=KEY,
-        registry=CollectorRegistry(),
+        registry=registry,
+        door=KeyDoor(keys, registry, lambda: 0.0, (), PATHS),
         status=lambda: {"role": role, "state": "ready"},
         why_not_ready=lambda: rig.not_ready,
         stalled_s=lambda: rig.stalled,

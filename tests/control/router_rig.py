@@ -17,8 +17,9 @@ from pdrt.config import RouterConfig
 from pdrt.control.front import Router
 from pdrt.control.instances import Instance
 from pdrt.control.pairs import Trust
-from pdrt.control.router import make_router, make_server
+from pdrt.control.router import make_router, make_server, tls_of
 from pdrt.control.ticket import Clocks
+from pdrt.control.traces import Tracing
 from pdrt.data.peer import Health
 from pdrt.keys import ClusterKey
 from tests.control.fake_leader import FakeLeader, Json
@@ -93,7 +94,10 @@ async def until(holds: Callable[[], bool]) -> None:
 class Rig:
     """One router, its leaders and a client."""
 
-    def __init__(self, config: Json, key: ClusterKey | None) -> None:
+    def __init__(
+        self, config: Json, key: ClusterKey | None, tracing: Tracing | None = None
+    ) -> None:
+        self._tracing = tracing
         self.time = FakeTime()
         self.prefill: list[FakeLeader] = []
         self.decode: list[FakeLeader] = []
@@ -118,7 +122,8 @@ class Rig:
         self.session = aiohttp.ClientSession()
 
     async def start_router(self) -> None:
-        timeouts = {"heartbeat_s": NEVER_S, "heartbeat_timeout_s": NEVER_S}
+        slow = {"connect_s": 25.0}  # where many tests share a core, a connection takes its time
+        timeouts = {"heartbeat_s": NEVER_S, "heartbeat_timeout_s": NEVER_S, **slow}
         tables: Json = {
             "prefill": [leader.target for leader in self.prefill],
             "decode": [leader.target for leader in self.decode],
@@ -128,12 +133,15 @@ class Rig:
         }
         config = RouterConfig.model_validate(tables)
         self.router: Router = make_router(config, self._key, clocks=self.time.clocks())
+        self.router.tracing = self._tracing
         await self._stack.enter_async_context(self.router.lifetime())
         self.server = make_server(self.router)
         self._stack.push_async_callback(self.server.close, 0.01)
         listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        await self.server.start(listening)
+        tls = tls_of(self.router, self.server)
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{listening.getsockname()[1]}"
+        await self.server.start(listening, tls)
 
     async def ready(self) -> None:
         await until(lambda: self.router.fleet.is_ready and not self._is_trying)
@@ -142,7 +150,7 @@ class Rig:
     def _is_trying(self) -> bool:
         trying = (Trust.TRYING, Trust.RETRYING)
         waiting = (pair.is_due or pair.trust in trying for pair in self.router.fleet.pairs)
-        return self.router.config.policy.canary and any(waiting)
+        return not self.router.config.policy.is_plain and any(waiting)
 
     async def look(self) -> None:
         """Let every leader be polled once more."""
@@ -225,9 +233,10 @@ async def rig(
     *,
     key: ClusterKey | None = KEY,
     wait: bool = True,
+    tracing: Tracing | None = None,
     **config: Any,
 ) -> AsyncIterator[Rig]:
-    found = Rig(config, key)
+    found = Rig(config, key, tracing)
     await found.start(prefill, decode, hybrid)
     try:
         await found.start_router()

@@ -9,15 +9,18 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdrt.control.join import Joiner
 from pdrt.control.order import parse
 from pdrt.errors import PdrtError
 from pdrt.messages import Output, Submit
+from tests.control.fake_leader import after, good, hang, status
+from tests.control.fake_leader import stream as streamed
 from tests.control.leader_rig import failing, odd, out
 from tests.control.pair_rig import TOPOLOGIES, Topology, prompt_text, serving
+from tests.control.router_rig import rig
 
 Json = dict[str, Any]
 PROMPTS = ["a", "bc", "def"]
@@ -231,6 +234,7 @@ def events(i: int, n: int, text: str) -> bytes:
     return f"{said}data: [DONE]\n\n".encode()
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     texts=st.lists(st.text(alphabet="aé你", max_size=4), min_size=2, max_size=4),
     n=st.integers(1, 2),
@@ -273,3 +277,70 @@ async def test_whole_answers_that_are_none_are_an_error() -> None:
     for junk in (b"", b"[]", b"{}", b'{"choices":[{}],"usage":{}}'):
         with pytest.raises(PdrtError, match="prompt of the batch"):
             await joiner.whole([junk, junk])
+
+
+# At the router, before scripted leaders.
+
+
+def completion(text: str) -> Json:
+    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+    choices = [{"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}]
+    head = {"id": "cmpl-x", "object": "text_completion", "created": 1, "model": "tiny"}
+    return {**head, "choices": choices, "usage": usage}
+
+
+async def test_a_prompt_whose_prefill_fails_is_retried_and_the_others_are_not_touched() -> None:
+    at_last = asyncio.Event()
+    policy = {"prefill": "round_robin"}
+    async with rig(prefill=2, policy=policy) as r:
+        lost, other = r.prefill
+        lost.plays.append(status(500, "broken"))
+        answers = [after(at_last, good(completion(text))) for text in ("one", "two")]
+        r.decode[0].plays.extend(answers)
+        asked = r.sending(body={"prompt": ["a", "b"]}, path="/v1/completions")
+        await other.nth(2)  # its own, and the one that was lost
+        at_last.set()
+        got = await asked
+        assert got.status == 200
+        assert sorted(c["text"] for c in got.json["choices"]) == ["one", "two"]
+        assert got.json["usage"]["total_tokens"] == 6
+        assert {seen.room for seen in other.seen} == {seen.room for seen in r.decode[0].seen}
+        assert len(r.decode[0].seen) == 2, "decode keeps both reservations"
+        await r.at_rest()
+
+
+async def test_a_batch_has_one_deadline() -> None:
+    async with rig() as r:
+        r.decode[0].plays.extend([good(completion("one")), hang])
+        asked = r.sending(body={"prompt": ["a", "b"]}, path="/v1/completions")
+        await r.decode[0].nth(2)
+        r.time.pass_deadlines()
+        got = await asked
+        assert (got.status, got.error["code"]) == (504, "deadline")
+        await r.at_rest()
+
+
+async def test_an_answer_that_cannot_be_joined_is_an_error_and_no_half_of_one() -> None:
+    async with rig() as r:
+        r.decode[0].plays.extend([good(completion("one")), good({"output": "x"})])
+        got = await r.send({"prompt": ["a", "b"]}, path="/v1/completions")
+        assert got.status == 500
+        assert "prompt of the batch" in got.error["message"]
+        await r.at_rest()
+
+
+async def test_a_stream_that_cannot_be_joined_ends_with_an_error_event() -> None:
+    async with rig() as r:
+        chunk = {**completion("one"), "usage": None}
+        event = f"data: {json.dumps(chunk)}\n\n".encode()
+        more = asyncio.Event()
+        plays = [streamed(event, more, b"data: junk\n\n"), streamed(event, ending="hang")]
+        r.decode[0].plays.extend(plays)
+        body = {"prompt": ["a", "b"], "stream": True}
+        async with r.session.post(r.url + "/v1/completions", json=body) as answer:
+            assert await answer.content.readany()
+            more.set()
+            rest = await answer.read()
+        assert b"event: error\ndata: " in rest
+        assert b"no event of ours" in rest
+        await r.at_rest()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pdrt.control.figures import WorkerFigures, load_of, worker_health, worker_status
+from pdrt.control.figures import WorkerFigures, load_of, totals_of, worker_health, worker_status
 from pdrt.messages import Loading, Problem, Rank, Ready, Stats
 from tests.control.leader_rig import READY
 
@@ -39,7 +39,7 @@ BUSY = Stats(
     slots_used=2,
     rooms=6,
     peers={"127.0.0.2:5000": "alive"},
-    counters={"tokens_out": 70, "retractions": 1},
+    counters={"tokens_out": 70, "retractions": 1, "sent_bytes": 4096},
     step_ms=12.5,
     transports={"127.0.0.2:5000": "tcp, 2.4 GB/s"},
 )
@@ -51,6 +51,7 @@ def test_the_status_of_a_worker_tells_all_that_it_told() -> None:
         "rank": "1,0,0",
         "state": "ready",
         "pid": 42,
+        "endpoint": READY.endpoint,
         "lives": 1,
         "heard_s_ago": 0.25,
         "loading": None,
@@ -95,6 +96,19 @@ def test_the_load_is_the_sum_over_those_that_serve() -> None:
     workers[1].ready = None
     assert load_of(workers) == {"running": 3, "waiting": 3, "blocks_used": 5, "blocks_total": 9}
     assert load_of([]) == {"running": 0, "waiting": 0, "blocks_used": 0, "blocks_total": 0}
+
+
+def test_totals_count_requests_once_and_what_every_rank_sends() -> None:
+    group = [Worker(Rank(), stats=BUSY), Worker(Rank(tp=1), stats=BUSY, stats_at=100.5)]
+    assert totals_of(group) == {
+        "at": 100.5,
+        "tokens_out": 70,
+        "prompt_tokens_computed": 0,
+        "transfers": 0,
+        "retractions": 1,
+        "sent_bytes": 8192,
+    }
+    assert totals_of([])["at"] == 0
 
 
 def test_prometheus_gets_every_figure_by_rank() -> None:

@@ -14,6 +14,7 @@ import pytest
 from pdrt.control.grammarcheck import GrammarCheck
 from pdrt.errors import BadRequest, Overloaded
 from pdrt.messages import Grammar
+from tests.control.leader_rig import out, rigged
 
 HUGE = {"type": "integer", "multipleOf": 15_485_863}  # an automaton of 15 million states
 
@@ -96,9 +97,34 @@ async def test_a_check_that_is_given_up_leaves_no_answer_for_the_next_one() -> N
 
 async def test_without_the_library_a_grammar_is_refused_before_any_work() -> None:
     async with checking(find=lambda _name: None) as check:
-        with pytest.raises(BadRequest, match=r"pip install 'pdrt\[structured\]'"):
+        with pytest.raises(BadRequest, match="pip install llguidance"):
             await check.check(schema({"type": "object"}))
         assert check.pid is None
+
+
+async def test_a_leader_refuses_before_its_worker_hears_of_it() -> None:
+    """And what is good reaches the worker as it was written, in the words of each dialect."""
+    wanted = {"type": "object", "properties": {"b": {}, "a": {}}}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": wanted}}
+    async with rigged() as rig:
+        for bad in ({"regex": "("}, {"json": {"type": "strang"}}):
+            answer = await rig.post("/v1/completions", {"prompt": "a", "structured_outputs": bad})
+            assert answer.status == 400
+        assert not rig.worker.submitted
+        rig.worker.script = [out("{}", "stop")]
+        await rig.post("/v1/completions", {"prompt": "a", "response_format": asked})
+        params = {"structured_outputs": {"choice": ["ja", "nein"]}}
+        await rig.post("/generate", {"prompt": "a", "sampling_params": params})
+        assert [submit.sampling.grammar for submit in rig.worker.submitted] == [
+            Grammar(kind="json", text='{"type":"object","properties":{"b":{},"a":{}}}'),
+            Grammar(kind="choice", text='["ja","nein"]'),
+        ]
+    missing = GrammarCheck("null", 257, (256,), find=lambda _name: None)
+    async with rigged(grammars=missing) as rig:
+        body = {"prompt": "a", "response_format": {"type": "json_object"}}
+        answer = await rig.post("/v1/completions", body)
+        assert (answer.status, len(rig.worker.submitted)) == (400, 0)
+        assert "llguidance" in (await answer.json())["error"]["message"]
 
 
 async def test_a_model_that_cannot_end_an_answer_has_no_grammars() -> None:

@@ -326,7 +326,7 @@ async def test_an_instance_that_never_answered_is_not_said_to_be_lost() -> None:
 
 
 async def test_without_canaries_the_living_are_used() -> None:
-    found = fleet(1, 1, canary=False)
+    found = fleet(1, 1, backends="plain")
     found.renewed(found.decode[0])
     assert found.pick().decode is found.decode[0]
     assert found.is_ready

@@ -199,7 +199,7 @@ def test_a_stream_moves_to_another_decode_leg_in_a_fresh_room() -> None:
     assert route.may_move(DecodeFailed(2, GONE))  # the next one may be lost too
     assert feed(route, Moved(10))[-1] == OpenDecode(3)
     assert not feed(route, Answered(3))  # the client's answer has begun already
-    assert feed(route, DecodeEnded(3)) == [CancelPrefill(), FinishAnswer()]
+    assert list(feed(route, DecodeEnded(3))) == [CancelPrefill(), FinishAnswer()]
 
 
 def test_a_stream_that_nobody_can_go_on_with_waits_for_one() -> None:

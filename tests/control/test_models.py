@@ -187,6 +187,6 @@ async def test_every_instance_full_is_429_with_retry_after_and_none_is_503() -> 
 
 
 async def test_a_plain_backend_takes_any_model_unless_its_target_names_one() -> None:
-    async with rig(key=None, policy={"canary": False}) as r:
+    async with rig(key=None, policy={"backends": "plain"}) as r:
         assert (await r.send({"model": "whatever", "prompt": "x"})).status == 200
         assert (await r.send({"prompt": "x"})).status == 200

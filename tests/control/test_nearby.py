@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrt.config import RouterConfig, Target
+from pdrt.control.fleet import Because, Choice, Fleet
+from pdrt.control.instances import Instance, Status
 from pdrt.control.nearby import AUTO_MOST, ENOUGH, TRIED, TRIED_EVERY, Line, Nearby
+from pdrt.control.policy import Ask, Load, choose
+from pdrt.control.prefixes import Prefixes
+from pdrt.control.views import Candidates
 
 
 def taught(local: tuple[float, float], disagg: tuple[float, float], seen: int = 200) -> Nearby:
@@ -86,3 +92,31 @@ def test_a_line_is_found_and_one_length_alone_gives_its_mean(
     assert found >= 0 or each == 0
     if len(set(lengths)) > 5 and max(lengths) > 2 * min(lengths):
         assert found == pytest.approx(once + each * at, rel=0.05, abs=0.01 + 0.02 * each * at)
+
+
+# With what decode holds already.
+
+
+def test_what_decode_holds_already_is_not_computed_again() -> None:
+    prompt = list(range(400))
+    held = Prefixes()
+    seat, load = held.take_seat(), Load()
+    load.seats = seat
+    decode = Instance("decode", Target(http="127.0.0.1:1"), Fleet(RouterConfig.model_construct()))
+    decode.status = Status(role="decode", state="ready", local_prefill=True)
+    prefill = Instance("prefill", Target(http="127.0.0.1:2"), Fleet(RouterConfig.model_construct()))
+    nearby = Nearby(100)
+
+    def considered(asked: list[int]) -> Choice:
+        ask = Ask(prompt=asked, weight=len(asked))
+        picked = choose("prefix_aware", [load], ask, held)
+        found = Candidates([decode], [load])
+        because = Because(ask, None, (found, picked))
+        return nearby.considered(Choice(prefill, decode, because=because), len(asked))
+
+    assert considered(prompt).prefill is prefill
+    held.note(Ask(prompt=prompt).keys, seat)
+    longer = considered([*prompt, *range(50)])
+    assert (longer.prefill, longer.local) == (None, "cached")
+    assert considered([*prompt, *range(300)]).prefill is prefill
+    assert considered(list(range(60))).local == "short"

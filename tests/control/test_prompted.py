@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 
 from pdrt.control import order
 from pdrt.control.answer import Times
@@ -40,8 +41,8 @@ class Watched(ByteText):
     def __init__(self) -> None:
         self.threads = set[threading.Thread]()
 
-    def pieces(self) -> Pieces:
-        return WatchedPieces(super().pieces(), self.threads)
+    def pieces(self, shown: Collection[str] = ()) -> Pieces:
+        return WatchedPieces(super().pieces(shown), self.threads)
 
 
 class WatchedPieces:

@@ -21,6 +21,7 @@ from pdrt.messages import Output, unpack_ids
 from tests.control.leader_rig import BEARER, Rig, error_of, odd, rigged
 
 TEXT = "Grüße, 你: wonder, world. No".encode()
+CALLS = b'Hm. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 TIMES = re.compile(rb'"timings_ms":\{[^}]*\}')
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -59,6 +60,15 @@ ASKS = {
             "top_logprobs": 2,
             "stream_options": {"include_usage": True},
         },
+    ),
+    "chat, tools": Ask(
+        "/v1/chat/completions",
+        {
+            "messages": CHAT,
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "stream_options": {"include_usage": True},
+        },
+        (CALLS,),
     ),
     "chat, two at once": Ask(
         "/v1/chat/completions",

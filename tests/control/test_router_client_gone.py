@@ -97,7 +97,7 @@ async def test_leaving_in_mid_stream(prefill: Play) -> None:
 
 
 async def test_leaving_while_a_plain_answer_is_held() -> None:
-    async with rig(policy={"canary": False}) as r:
+    async with rig(policy={"backends": "plain"}) as r:
         r.prefill[0].plays.append(hang)
         r.decode[0].plays.append(stream(b"data: 1\n\n", ending="hang"))
         client = await RawClient.send(r)

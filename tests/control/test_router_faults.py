@@ -423,7 +423,7 @@ async def test_one_of_two_decodes_refusing_connections_costs_no_request() -> Non
 
 async def test_a_plain_decodes_answer_is_held_until_prefill_is_known() -> None:
     gate = asyncio.Event()
-    async with rig(policy={"canary": False}) as r:
+    async with rig(policy={"backends": "plain"}) as r:
         r.prefill[0].plays.append(after(gate, text(400, "no")))
         r.decode[0].plays.append(stream(b"data: 1\n\n", ending="hang"))
         asked = r.sending(stream=True)
@@ -434,7 +434,7 @@ async def test_a_plain_decodes_answer_is_held_until_prefill_is_known() -> None:
 
 
 async def test_a_lost_plain_prefill_is_replaced_with_both_legs_anew() -> None:
-    async with rig(prefill=2, policy={"canary": False}) as r:
+    async with rig(prefill=2, policy={"backends": "plain"}) as r:
         r.prefill[0].plays.append(die)
         assert (await r.send()).status == 200
         assert not r.decode[0].seen_rebinds

@@ -168,7 +168,7 @@ async def test_whatever_a_leader_says_of_itself_breaks_nothing(answer: object) -
 
 
 async def test_plain_backends_are_ready_when_they_say_so() -> None:
-    async with rig(policy={"canary": False}) as r:
+    async with rig(policy={"backends": "plain"}) as r:
         assert (await r.get("/ready")).status == 200
         for leader in r.decode:
             leader.status_code = 503
@@ -184,7 +184,7 @@ def test_without_a_key_only_plain_backends_can_be_fronted() -> None:
     with pytest.raises(ConfigError, match="key_file"):
         make_router(RouterConfig.model_validate(tables), None)
     make_router(RouterConfig.model_validate(tables), KEY)
-    make_router(RouterConfig.model_validate({**tables, "policy": {"canary": False}}), None)
+    make_router(RouterConfig.model_validate({**tables, "policy": {"backends": "plain"}}), None)
 
 
 async def test_an_instance_that_cannot_serve_is_looked_at_now() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from pdrt.config import Role
 from pdrt.control.order import (
+    Calling,
     Chat,
     Dialect,
     Pin,
@@ -21,7 +23,16 @@ from pdrt.control.order import (
     parse_rebind,
     split_leg,
 )
-from pdrt.control.schema import ChatRequest, CompletionRequest, Drawing, GenerateRequest, Leg
+from pdrt.control.schema import (
+    IGNORED,
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    Drawing,
+    GenerateDrawing,
+    GenerateRequest,
+    Leg,
+)
 from pdrt.errors import BadRequest, TooLong
 from pdrt.messages import Grammar, Sampling
 
@@ -31,6 +42,7 @@ LEAST: dict[Dialect, Body] = {
     "completions": {"prompt": "a"},
     "chat": {"messages": [{"role": "user", "content": "hi"}]},
 }
+CALL: Body = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 SIDES: tuple[Role, ...] = ("prefill", "decode", "hybrid")
 DIALECTS: tuple[Dialect, ...] = ("generate", "completions", "chat")
 LEG = Leg(
@@ -193,8 +205,7 @@ def test_an_unknown_field_inside_sampling_params_is_named() -> None:
     ("field", "neutral", "asking"),
     [
         ("suffix", "", "end"),
-        ("tools", [], [{"type": "function"}]),
-        ("tool_choice", "none", "auto"),
+        ("functions", [], [{"name": "f"}]),
         ("modalities", ["text"], ["audio"]),
         ("reasoning_effort", None, "low"),
     ],
@@ -398,9 +409,9 @@ def test_a_conversation_becomes_plain_turns() -> None:
     order = parse("chat", {"messages": turns, "chat_template_kwargs": {"enable_thinking": False}})
     assert order.prompt == Chat(
         turns=(
-            {"role": "system", "content": "be kind"},
+            {"role": "developer", "content": "be kind"},
             {"role": "user", "content": "a\nb", "name": "x"},
-            {"role": "assistant", "content": ""},
+            {"role": "assistant", "content": None},
         ),
         options={"enable_thinking": False},
     )
@@ -409,7 +420,12 @@ def test_a_conversation_becomes_plain_turns() -> None:
 @pytest.mark.parametrize(
     ("turn", "said"),
     [
-        ({"role": "tool", "content": "x"}, "messages.0.role"),
+        ({"role": "nobody", "content": "x"}, "messages.0.role"),
+        ({"role": "tool", "content": "x"}, "messages.0: tool_call_id is for the role tool"),
+        ({"role": "user", "content": "x", "tool_call_id": "c"}, "messages.0: tool_call_id"),
+        ({"role": "user", "tool_calls": [CALL]}, "messages.0: tool_calls are the assistant's"),
+        ({"role": "assistant", "tool_calls": [CALL | {"id": ""}]}, "messages.0.tool_calls.0.id"),
+        ({"role": "assistant", "tool_calls": [CALL | {"x": 1}]}, "messages.0.tool_calls.0.x"),
         ({"role": "user", "content": 3}, "messages.0.content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages.0.content.0.type"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content.0.text is missing"),
@@ -420,6 +436,102 @@ def test_a_conversation_becomes_plain_turns() -> None:
 )
 def test_a_turn_that_cannot_be_served_is_named(turn: object, said: str) -> None:
     assert said in refusal("chat", {"messages": [turn]})
+
+
+TOOL: Body = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/$defs/x"}}}},
+}
+OTHER: Body = {"type": "function", "function": {"name": "g"}}
+
+
+def with_tools(**fields: object) -> Body:
+    return {**LEAST["chat"], "tools": [TOOL, OTHER], **fields}
+
+
+def test_tools_are_offered_as_they_were_written_unless_none_may_be_called() -> None:
+    order = parse("chat", with_tools())
+    assert isinstance(order.prompt, Chat)
+    assert order.prompt.tools == (TOOL, OTHER)
+    assert order.calling == Calling(frozenset({"f", "g"}))
+    one = parse("chat", with_tools(parallel_tool_calls=False, tool_choice="auto"))
+    assert one.calling == Calling(frozenset({"f", "g"}), only_one=True)
+    none = parse("chat", with_tools(tool_choice="none"))
+    assert isinstance(none.prompt, Chat)
+    assert (none.prompt.tools, none.calling) == ((), None)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_all_legs_know_the_tools(side: Role) -> None:
+    sent = with_tools(tool_choice="auto", parallel_tool_calls=False)
+    body = leg_body(side, parse("chat", sent), LEG, 1)
+    assert all(body[name] == sent[name] for name in ("tools", "tool_choice", "parallel_tool_calls"))
+
+
+def test_an_answer_that_must_call_is_a_list_of_calls_of_tools_that_it_may() -> None:
+    def schema_of(**fields: object) -> Body:
+        order = parse("chat", with_tools(**fields))
+        assert order.calling is not None
+        assert order.calling.must
+        assert order.grammar is not None
+        found: Body = json.loads(order.grammar.text)
+        assert order.settle(3, 100, 1).grammar == order.grammar
+        return found
+
+    required = schema_of(tool_choice="required")
+    assert [one["properties"]["name"] for one in required["items"]["anyOf"]] == [
+        {"const": "f"},
+        {"const": "g"},
+    ]
+    assert required["$defs"]["f"] == {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/f/$defs/x"}},
+    }
+    assert (required["minItems"], "maxItems" in required) == (1, False)
+    named = schema_of(tool_choice={"type": "function", "function": {"name": "g"}})
+    assert [one["properties"]["name"] for one in named["items"]["anyOf"]] == [{"const": "g"}]
+    assert named["maxItems"] == 1
+    assert schema_of(tool_choice="required", parallel_tool_calls=False)["maxItems"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tools": [TOOL] * 2}, "tools: f is there twice"),
+        ({"tools": [TOOL] * 129}, "tools: List should have at most 128"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice: required is only for"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "h"}}},
+            "tool_choice: h is not among the tools",
+        ),
+        ({"response_format": {"type": "json_object"}}, "tools: an answer that has a grammar"),
+        ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True}, "continue_final_message: the last message is no"),
+        ({"chat_template_kwargs": {"a": "x" * 70000}}, "chat_template_kwargs: is larger than"),
+    ],
+)
+def test_what_a_conversation_cannot_have_is_named(fields: Body, said: str) -> None:
+    assert said in refusal("chat", with_tools(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "begins", "continues"),
+    [
+        ({}, True, False),
+        ({"add_generation_prompt": False}, False, False),
+        ({"continue_final_message": True}, False, True),
+        ({"continue_final_message": True, "add_generation_prompt": False}, False, True),
+    ],
+)
+def test_the_prompt_ends_as_it_was_asked_for(fields: Body, begins: bool, continues: bool) -> None:
+    turns = [*LEAST["chat"]["messages"], {"role": "assistant", "content": "So"}]
+    prompt = parse("chat", {"messages": turns, **fields}).prompt
+    assert isinstance(prompt, Chat)
+    assert (prompt.begins_answer, prompt.continues_last) == (begins, continues)
 
 
 def test_an_empty_conversation_is_refused() -> None:
@@ -577,3 +689,10 @@ def test_internal_bodies_are_checked_too() -> None:
     assert parse_rebind(rebind).disagg_prefill_dp_rank == -1
     with pytest.raises(BadRequest, match="bootstrap_port"):
         parse_rebind(rebind | {"bootstrap_port": 0})
+
+
+def test_every_field_is_in_the_reference_and_so_is_what_is_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    kinds = (ChatRequest, CompletionRequest, GenerateRequest, GenerateDrawing)
+    names = {name for kind in kinds for name in kind.model_fields} | UNSUPPORTED.keys() | IGNORED
+    assert {name for name in names if f"`{name}`" not in page} == set()

@@ -13,14 +13,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from pdrt import config, demo
 from pdrt.control.answer import Answer, Choice, Delta, Times
 from pdrt.control.detokenize import Pieces, StopScanner, WindowPieces
+from pdrt.control.http import Json
 from pdrt.control.order import Chat
 from pdrt.control.template import ChatTemplate
 from pdrt.control.text import ByteText, ModelText, TextPool, open_text
+from pdrt.control.toolcalls import Sink, ToolReader, joined
+from pdrt.control.toolformats import HERMES, LLAMA, MISTRAL
 from pdrt.errors import BadRequest, ConfigError, Overloaded, PdrtError
 from pdrt.messages import Finish, Output, pack_tops
 from tests.control.small_tokenizers import byte_level, metaspace, model_directory
@@ -311,7 +314,13 @@ def test_times_are_the_clocks() -> None:
     answer.times.tokenised = 0.25
     answer.take(out("a"), 0.5)
     answer.take(out("b", "length"), 2.0)
-    assert answer.times.json() == {"tokenise": 250.0, "first_token": 500.0, "total": 2000.0}
+    assert answer.times.json() == {
+        "tokenise": 250.0,
+        "first_token": 500.0,
+        "token_mean": 1500.0,
+        "token_max": 1500.0,
+        "total": 2000.0,
+    }
 
 
 # Templates and files.
@@ -384,6 +393,163 @@ def test_options_cannot_replace_what_the_template_is_given(name: str) -> None:
         template("").render(Chat(HI.turns, {name: "x"}))
 
 
+# Tools.
+
+CALLS = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}{% endfor %};"
+    "{% endfor %}{{ tools | tojson }}"
+)
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": '{"a":  1}'}}],
+}
+
+
+def chat_of(*turns: Json, tools: tuple[Json, ...] = (TOOL,)) -> Chat:
+    return Chat(turns or HI.turns, {}, tools)
+
+
+def test_a_template_is_given_tools_and_calls_with_their_arguments_as_objects() -> None:
+    result = {"role": "tool", "content": "7", "tool_call_id": "c"}
+    said = template(CALLS).render(chat_of(CALLED, result))
+    assert said.startswith('assistant:<tool_call>{"a": 1};tool:7;')
+    assert json.loads(said.rpartition(";")[2]) == [TOOL]
+    assert template(CALLS).tool_format is HERMES
+
+
+def test_a_template_that_joins_arguments_to_text_gets_them_as_they_were_written() -> None:
+    source = (
+        "{{ tools }}<tool_call>{% for m in messages %}"
+        "{{ '>' + m.tool_calls[0]['function']['arguments'] + '<' }}{{ m['content'] is none }}"
+        "{% endfor %}"
+    )
+    assert template(source).render(chat_of(CALLED)).endswith('>{"a":  1}<True')
+
+
+def test_arguments_that_are_no_json_are_named() -> None:
+    function = {"name": "f", "arguments": "{"}
+    chat = chat_of({**CALLED, "tool_calls": [{"function": function}]})
+    with pytest.raises(BadRequest, match=r"messages\.0\.tool_calls\.0\.function\.arguments: no"):
+        template(CALLS).render(chat)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ messages }} <tool_call>", "takes none"),
+        ("{{ tools }}", "not known here"),
+        ("{% if x %}{% set tools = x %}{% endif %}{{ tools }}<function=", "not known here"),
+    ],
+)
+def test_tools_that_a_template_cannot_offer_are_refused(source: str, said: str) -> None:
+    with pytest.raises(BadRequest, match=f"tools: .*{said}"):
+        template(source).render(chat_of())
+    assert template(source).render(HI) is not None
+
+
+def test_a_template_may_set_tools_itself() -> None:
+    source = "{% if x is defined %}{% set tools = x %}{% endif %}{{ tools }}<|python_tag|>"
+    assert template(source).tool_format is LLAMA
+
+
+def test_a_model_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools[0].type }}<tool_call>"},
+    ]
+    model_directory(tmp_path, METASPACE, None, chat_template=named)
+    found = ChatTemplate.read(tmp_path)
+    assert found is not None
+    assert (found.render(HI), found.render(chat_of())) == ("plain", "function<tool_call>")
+    files = tmp_path / "additional_chat_templates"
+    files.mkdir()
+    (files / "tool_use.jinja").write_text("{{ tools }}[TOOL_CALLS]")
+    again = ChatTemplate.read(tmp_path)
+    assert again is not None
+    assert again.tool_format is MISTRAL
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none() -> None:
+    turn = {"role": "developer", "content": "x"}
+    assert template("{{ messages[0].role }}").render(Chat((turn,), {})) == "system"
+    source = "{{ messages[0].role }}{# developer #}"
+    assert template(source).render(Chat((turn,), {})) == "developer"
+
+
+@pytest.mark.parametrize("last", ["So I", "So I ", " So I\n"])
+def test_the_last_turn_can_be_gone_on_with(last: str) -> None:
+    turns = (*HI.turns, {"role": "assistant", "content": last})
+    chat = Chat(turns, {}, begins_answer=False, continues_last=True)
+    assert template(TEMPLATE).render(chat) == f"<s>[user]hi\n[assistant]{last}"
+    trimming = TEMPLATE.replace("m.content", "m.content | trim")
+    assert template(trimming).render(chat) == "<s>[user]hi\n[assistant]So I"
+    with pytest.raises(BadRequest, match="continue_final_message"):
+        template("{{ messages[0].content }}").render(chat)
+    assert bytes(ByteText().encode_chat(chat)).decode() == f"user: hi\nassistant: {last}"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_special_tokens_are_text_only_where_a_format_needs_them(name: str) -> None:
+    tokenizer = Tokenizer.from_str(TOKENIZERS[name].to_str())
+    tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    text = ModelText(tokenizer, None)
+    ids = tokenizer.encode("hello[TOOL_CALLS]你好 world", add_special_tokens=False).ids
+    shown = said(text.pieces(["[TOOL_CALLS]", "no such token"]), ids)
+    assert shown == "hello[TOOL_CALLS]你好 world"
+    assert said(text.pieces(), ids) == tokenizer.decode(ids)
+
+
+def with_tools(*, only_one: bool = False, odds: bool = False) -> Answer:
+    sink = Sink(frozenset({"f", "g"}), str)
+    reader = ToolReader(HERMES, sink, only_one=only_one)
+    choice = Choice(ByteText().pieces(), StopScanner(["STOP"]), odds, tools=reader)
+    return Answer(5, [choice], Times(0.0))
+
+
+TWO = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n' * 2
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_an_answer_that_calls_ends_so_however_its_tokens_were_grouped(size: int) -> None:
+    answer, data = with_tools(), f"Hm. {TWO}".encode()
+    deltas = [
+        answer.take(Output(room=1, tokens=tuple(data[at : at + size])), 1.0)
+        for at in range(0, len(data), size)
+    ]
+    deltas.append(answer.take(out("", "stop", eos=True), 2.0))
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish, deltas[-1].finish) == ("Hm.", "tool_calls", "tool_calls")
+    assert [(c.id, c.name, c.arguments) for c in joined(choice.calls)] == [
+        ("0", "f", '{"a": 1}'),
+        ("1", "f", '{"a": 1}'),
+    ]
+    assert "".join(delta.text for delta in deltas) == choice.text
+    assert "".join(c.arguments for d in deltas for c in d.calls) == '{"a": 1}' * 2
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_an_answer_that_may_call_once_ends_with_its_call(size: int) -> None:
+    answer, data = with_tools(only_one=True), TWO.encode()
+    for at in range(0, len(data), size):
+        if answer.take(Output(room=1, tokens=tuple(data[at : at + size])), 1.0).finish:
+            break
+    (choice,) = answer.choices
+    assert bytes(choice.ids).decode() == TWO[: TWO.index("</")], "what follows does not count"
+    assert (choice.finish, len(joined(choice.calls))) == ("tool_calls", 1)
+
+
+@pytest.mark.parametrize("end", ["length", "STOP"])
+def test_a_call_that_is_cut_keeps_what_there_is_of_it(end: str) -> None:
+    answer, begun = with_tools(), '<tool_call>{"name": "f", "arguments": {"a": 1'
+    answer.take(out(begun), 1.0)
+    last = out("", "length") if end == "length" else out("STOP")
+    assert answer.take(last, 1.0).finish == ("length" if end == "length" else "tool_calls")
+    assert joined(answer.choices[0].calls)[0].arguments == '{"a": 1'
+
+
 def test_without_a_template_chat_is_refused_and_text_is_served(tmp_path: Path) -> None:
     text = open_text(str(model_directory(tmp_path, BYTE_LEVEL)))
     with pytest.raises(BadRequest, match="no chat template"):
@@ -448,7 +614,7 @@ class GatedText(ByteText):
         self.gate = threading.Event()
         self.threads: set[str] = set()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         self.threads.add(threading.current_thread().name)
         assert self.gate.wait(10)
         return super().encode(text)

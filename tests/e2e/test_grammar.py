@@ -206,7 +206,7 @@ async def test_a_model_of_random_weights_says_what_schemas_say_on_every_path(
     write_model(model := tmp_path / "model")
     device: Tables = {
         "model": {"path": str(model), "dtype": "float32"},
-        "device": {"kind": "cpu", "threads": 1},
+        "device": {"kind": "cpu", "threads": 1, "kernels": "torch"},
         **PATIENT,
     }
     block = 3 * 2 * 2 * 16 * 8 * 4  # bytes of one

@@ -20,6 +20,7 @@ from pdrt.control.http import cause_of
 
 IDLE_S: Final = 15.0  # below any leader's own limit: a connection that it is closing is not reused
 LOOK_EVERY_S: Final = 1.0
+_SHORT: Final = 1 << 16  # bytes: to join them costs less than to write twice
 MAX_HEAD_BYTES: Final = 1 << 16
 
 log = structlog.get_logger(__name__)
@@ -101,9 +102,10 @@ class Connection(asyncio.Protocol):
         self._has_head = self._is_whole = False
         if call.is_paused:
             self.pause()
-        self._transport.write(head)
-        if body:
-            self._transport.write(body)
+        if len(body) < _SHORT:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
 
     @property
     def is_open(self) -> bool:

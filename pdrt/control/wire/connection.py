@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Final, Protocol, cast
 
 import structlog
@@ -63,6 +64,7 @@ class Host(Protocol):
 
     site: Site
     stage: str
+    mint_id: Callable[[], str]
     max_body_bytes: int
     max_head_bytes: int
     slow_reader_s: float
@@ -93,6 +95,7 @@ class Connection(asyncio.Protocol):
         self._target = b""
         self._headers: Headers = {}
         self._count = 0
+        self.address = ""  # of the client
         self._body: list[bytes] = []
         self._body_bytes = 0
         self.is_full = False
@@ -105,6 +108,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass
         self._transport.set_write_buffer_limits(high=HIGH_WATER)
+        told = transport.get_extra_info("peername")
+        self.address = str(told[0]) if told else ""
         self._host.came(self)
 
     def connection_lost(self, _error: Exception | None) -> None:
@@ -199,6 +204,7 @@ class Connection(asyncio.Protocol):
             self._headers,
             is_1_1=parser.get_http_version() == "1.1",
             keeps_alive=parser.should_keep_alive(),
+            mint=self._host.mint_id,
         )
         exchange = Exchange(self, request, self._host.stage)
         if len(self._queue) >= MAX_AHEAD:
@@ -370,6 +376,12 @@ class Connection(asyncio.Protocol):
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+    def turn_away(self, error: PdrtError) -> None:
+        """Say so before anything is read, and read nothing."""
+        self._lingers = True
+        self._refuse_rest(error)
+        self._advance()
 
     def look(self, now: float) -> None:
         """Whatever has waited too long ends."""

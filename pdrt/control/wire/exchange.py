@@ -19,6 +19,7 @@ from pdrt.errors import PdrtError
 
 NO_PATH: Final = "none"  # refused before any instance was chosen
 _EVENTS: Final = b"text/event-stream"
+_LAST_CHUNK: Final = b"0\r\n\r\n"
 _PATH: Final = PATH_HEADER.encode()
 
 
@@ -52,11 +53,13 @@ class Line(Protocol):
 
 
 class Exchange:
-    """`on_gone` is called if the client leaves first, `on_flow` when it falls behind or is back."""
+    """`on_gone` is called if the client leaves first, `on_flow` when it falls behind or is back,
+    `on_piece` with each piece of an event stream."""
 
     __slots__ = (
-        "_ends_event",
+        "_head",
         "_is_chunked",
+        "_last",
         "_line",
         "error",
         "is_admitted",
@@ -66,6 +69,7 @@ class Exchange:
         "keeps_alive",
         "on_flow",
         "on_gone",
+        "on_piece",
         "path_label",
         "refusal",
         "request",
@@ -92,9 +96,11 @@ class Exchange:
         self.error: PdrtError | None = None  # what a refusal told
         self.on_gone: Callable[[], None] | None = None
         self.on_flow: Callable[[bool], None] | None = None
+        self.on_piece: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._is_chunked = False
-        self._ends_event = True
+        self._last = b"\n\n"  # the last chunk
+        self._head = b""  # not sent yet
 
     @property
     def is_full(self) -> bool:
@@ -111,9 +117,7 @@ class Exchange:
             ("content-length", str(len(reply.body))),
             *reply.headers,
         )
-        self._send_head(lines(own))
-        if body:
-            self._line.send(body)
+        self._line.send(self._head_of(lines(own)) + body)
         self._end(is_whole=True)
 
     def refuse(self, error: PdrtError, status: int = 0, headers: Fields = ()) -> None:
@@ -141,22 +145,26 @@ class Exchange:
             self.keeps_alive = False  # its end is the connection's
         if caching := headers.get(b"cache-control"):
             own += b"cache-control: %b\r\n" % caching
-        self._send_head(own)
+        self._head = self._head_of(own)
 
     def write(self, chunk: bytes) -> None:
         if self.is_over or not chunk:
             return
+        head, self._head = self._head, b""  # with the first chunk, in one write
         if self._is_chunked:
-            self._line.send(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+            self._line.send(b"%b%x\r\n%b\r\n" % (head, len(chunk), chunk))
         else:
-            self._line.send(chunk)
-        self._ends_event = chunk.endswith(b"\n\n")
+            self._line.send(head + chunk if head else chunk)
+        self._last = chunk
+        if self.on_piece is not None and self.is_events:
+            self.on_piece()
 
     def finish(self) -> None:
         if self.is_over:
             return
-        if self._is_chunked:
-            self._line.send(b"0\r\n\r\n")
+        end = self._head + _LAST_CHUNK if self._is_chunked else self._head
+        if end:
+            self._line.send(end)
         self._end(is_whole=True)
 
     def break_off(self, error: PdrtError) -> None:
@@ -167,7 +175,9 @@ class Exchange:
         if not self.is_events:
             self._end(is_whole=False)
             return
-        gap = b"" if self._ends_event else b"\n\n"  # ends an event that was half written
+        gap = (
+            b"" if self._last.endswith(b"\n\n") else b"\n\n"
+        )  # ends an event that was half written
         told = json.dumps(error_body(error, self.request.id, self.stage))
         self.write(gap + f"event: error\ndata: {told}\n\n".encode())
         self.finish()
@@ -194,17 +204,14 @@ class Exchange:
         if self.on_flow is not None:
             self.on_flow(is_full)
 
-    def _send_head(self, own: bytes) -> None:
+    def _head_of(self, own: bytes) -> bytes:
         if not self.keeps_alive:
             own += b"connection: close\r\n"
         elif not self.request.is_1_1:
             own += b"connection: keep-alive\r\n"
         path = self.path_label.encode("latin-1", "replace")
-        line = self._line
-        line.send(
-            b"%b%b%b%b: %b\r\n\r\n"
-            % (status_line(self.status), line.head_lines(self.request), own, _PATH, path)
-        )
+        every = self._line.head_lines(self.request)
+        return b"%b%b%b%b: %b\r\n\r\n" % (status_line(self.status), every, own, _PATH, path)
 
     def _end(self, *, is_whole: bool) -> None:
         self.is_over = True

@@ -45,7 +45,8 @@ class Reply:
     @staticmethod
     def error(error: PdrtError, request_id: str, stage: str, status: int = 0) -> Reply:
         """`status` when it is not the error's own."""
-        headers = (("retry-after", str(RETRY_AFTER_S)),) if error.status in (429, 503) else ()
+        after = error.retry_after or RETRY_AFTER_S
+        headers = (("retry-after", str(after)),) if error.status in (429, 503) else ()
         told: Json = error_body(error, request_id, stage)
         return Reply.json(told, status or error.status, headers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 from urllib.parse import parse_qs, unquote
@@ -23,6 +24,7 @@ class Request:
     keeps_alive: bool
     body: bytes = b""
     params: dict[str, str] = field(default_factory=dict)
+    mint: Callable[[], str] = new_request_id
     _id: str = ""
 
     @property
@@ -31,7 +33,7 @@ class Request:
         if not self._id:
             said = self.headers.get(b"x-request-id")
             good = good_request_id(said.decode("latin-1")) if said else None
-            self._id = good or new_request_id()
+            self._id = good or self.mint()
         return self._id
 
     @id.setter

@@ -1,0 +1,74 @@
+"""What a request leaves behind at the router: counts, times and one log line.
+
+Both are on the path of every request, so labels are bound once, and a line that tells of nothing
+wrong is made by hand and written with others (telemetry.Lines).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
+
+import structlog
+from prometheus_client import Counter
+
+from pdrt.control.relay import Relay
+from pdrt.control.routermetrics import RouterMetrics
+from pdrt.control.wire.exchange import Exchange
+
+Tell: TypeAlias = Callable[[str, Mapping[str, object]], None]
+
+_MOST: Final = 1024  # bound labels: routes, statuses and paths are few
+log = structlog.get_logger(__name__)
+
+
+def tell_plainly(event: str, fields: Mapping[str, object]) -> None:
+    log.info(event, **fields)
+
+
+class Accounts:
+    """`tell` writes the line of a request with which nothing was wrong."""
+
+    def __init__(self, metrics: RouterMetrics, tell: Tell = tell_plainly) -> None:
+        self._metrics, self._tell = metrics, tell
+        self._requests: dict[tuple[str, int, str], Counter] = {}
+
+    def answered(self, exchange: Exchange) -> None:
+        """Every request ends here, whatever it asked for."""
+        route = exchange.route.path if exchange.route else "other"
+        status = 499 if exchange.is_gone else exchange.status
+        key = route, status, exchange.path_label
+        found = self._requests.get(key)
+        if found is None:
+            found = self._metrics.requests.labels(route, str(status), exchange.path_label)
+            if len(self._requests) < _MOST:
+                self._requests[key] = found
+        found.inc()
+        if exchange.error is not None:
+            self._metrics.errors.labels(exchange.error.code).inc()
+
+    def relayed(self, relay: Relay, started: float, now: float) -> None:
+        route, choice, failure = relay.route, relay.choice, relay.failure
+        self._metrics.duration.observe(now - started)
+        if relay.first_byte_at is not None:
+            self._metrics.first_byte.observe(relay.first_byte_at - started)
+        if route.tries:
+            self._metrics.retries.inc(route.tries)
+        if route.moves:
+            self._metrics.moved.inc(route.moves)
+        fields: dict[str, object] = {
+            "request_id": relay.ticket.request_id,
+            "room": route.room,
+            "attempt": route.attempt,
+            "outcome": route.state,
+            "prefill": choice.prefill.name if choice.prefill else None,
+            "decode": choice.decode.name,
+            "ms": round((now - started) * 1e3, 1),
+        }
+        if relay.ticket.key_name:
+            fields["key"] = relay.ticket.key_name
+        if failure is None:
+            self._tell("request", fields)
+        else:
+            story = list(route.story)
+            log.warning("request", **fields, error=str(failure.error), story=story)

@@ -1,0 +1,74 @@
+"""Questions that any leader of a model can answer: passed on, and the answer back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from pdrt.control.instances import Instance
+from pdrt.control.upstream import Upstream, Whole
+from pdrt.control.wire.reply import Reply
+from pdrt.control.wire.request import Request
+from pdrt.errors import DeadlinePassed, NotFound, PdrtError, PeerLost, Unavailable
+
+MAX_ANSWER: Final = 1 << 27
+_TRIES: Final = 3
+
+
+async def ask_any(
+    instances: Iterable[Instance], upstream: Upstream, request: Request, within_s: float
+) -> Reply:
+    """Raises NotFound, Unavailable or DeadlinePassed; what a leader refuses is its answer."""
+    body = request.json()
+    able = _able(instances, body.get("model"))
+    try:
+        async with asyncio.timeout(within_s):
+            return await _first_answer(able, upstream, request)
+    except TimeoutError:
+        raise DeadlinePassed(f"no leader answered within {within_s:g} s") from None
+
+
+def _able(instances: Iterable[Instance], model: object) -> list[Instance]:
+    """Those with the least in hand first."""
+    routable = [each for each in instances if each.is_routable and each.status is not None]
+    if not routable:
+        raise Unavailable("no instance is there to answer")
+    if not model:
+        able = routable
+    else:
+        able = [each for each in routable if each.status and each.status.model in ("", model)]
+    if not able:
+        raise NotFound(f"model {model!r} is not served here")
+    return sorted(able, key=lambda each: each.load.requests)
+
+
+async def _first_answer(able: list[Instance], upstream: Upstream, request: Request) -> Reply:
+    lost = PeerLost("no instance answered")
+    for instance in able[:_TRIES]:
+        try:
+            return await _ask(instance, upstream, request)
+        except PeerLost as error:
+            lost = error
+    raise lost
+
+
+async def _ask(instance: Instance, upstream: Upstream, request: Request) -> Reply:
+    """Raises PeerLost."""
+    answered: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+    def done(status: int, _headers: Mapping[bytes, bytes], body: bytes) -> None:
+        if not answered.done():
+            answered.set_result(Reply(status, body))
+
+    def lost(error: PdrtError) -> None:
+        if not answered.done():
+            answered.set_exception(error)
+
+    whole = Whole(instance, MAX_ANSWER, done, lost)
+    lines = f"x-request-id: {request.id}\r\n".encode("latin-1")
+    whole.call = upstream.post(instance, request.path, request.body, lines, whole)
+    try:
+        return await answered
+    finally:
+        whole.call.cancel()

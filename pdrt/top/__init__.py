@@ -1,0 +1,1 @@
+"""`pdrt top`: a cluster in a terminal."""
