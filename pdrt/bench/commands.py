@@ -297,6 +297,9 @@ def bench_faults(
     instances: Annotated[
         str, typer.Option(help="Behind the router: scripted, real (without a model) or all.")
     ] = "all",
+    ports: Annotated[
+        str, typer.Option(help="Where routers that run find the backends: prefill/decode.")
+    ] = "31001,31002/31011,31012",
     deadline: Annotated[
         float, typer.Option(min=0.5, max=3600.0, help="Seconds that a request may take there.")
     ] = 2.0,
@@ -326,6 +329,7 @@ def bench_faults(
     asked = Asked(
         servers=servers_of(url or []),
         only=only,
+        ports=ports,
         instances=instances,
         is_quick=quick,
         limits=Limits(deadline_s=deadline, slow_reader_s=slow_reader),
