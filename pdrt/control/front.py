@@ -22,9 +22,8 @@ from pdrt.control.canary import try_pairs
 from pdrt.control.chance import Chance
 from pdrt.control.claims import claim, release
 from pdrt.control.cors import Cors
-from pdrt.control.fleet import Choice, Fleet, listed
+from pdrt.control.fleet import Choice, Fleet
 from pdrt.control.gate import AUTHORIZATION
-from pdrt.control.http import Json
 from pdrt.control.job import Job, OrderJob, PlainJob, cost_of
 from pdrt.control.keydoor import Entry, KeyDoor
 from pdrt.control.leases import Leases
@@ -47,7 +46,7 @@ from pdrt.control.wire.exchange import Exchange
 from pdrt.control.wire.reply import Reply
 from pdrt.control.wire.request import Request
 from pdrt.control.wire.routes import Routes
-from pdrt.errors import Draining, NotFound, Overloaded, PdrtError
+from pdrt.errors import Draining, Overloaded, PdrtError
 from pdrt.keys import ClusterKey
 
 STAGE: Final = "router"
@@ -187,6 +186,11 @@ class Router:
         """Returns when the watchers have ended, which is a fault of ours."""
         if self.watching is not None:
             await asyncio.wait([self.watching])
+
+    def ask_to_drain(self) -> None:
+        """Like SIGTERM."""
+        self.draining = True
+        self.drain_asked.set()
 
     async def drain(self, within_s: float) -> None:
         """Take no new requests, let the running ones finish, cut what is left by then."""
@@ -371,71 +375,8 @@ class Router:
         if job.stream and not (relay.route.tries or relay.route.moves):
             self.nearby.learn(relay.choice, job.prompt_weight, seconds)
 
-    # What it says of itself.
-
-    async def health(self, _request: Request) -> Reply:
-        """Liveness: the loop turns and the instances are being watched."""
-        if self.watching is not None and self.watching.done():
-            return Reply.json({"status": "failed", "reason": "see the log"}, 503)
-        return Reply.json({"status": "ok", **self._state()})
-
-    async def ready(self, _request: Request) -> Reply:
-        reason = "draining" if self.draining else self.fleet.why_not_ready()
-        body = {"ready": not reason, "reason": reason, **self._state()}
-        return Reply.json(body, 503 if reason else 200)
-
-    def _state(self) -> Json:
-        return {
-            "draining": self.draining,
-            "in_flight": self.admitted,
-            "instances": [
-                {
-                    "name": each.name,
-                    "health": each.health,
-                    "state": each.status.state if each.status else None,
-                    "legs": each.load.requests,
-                    "reason": each.why_not,
-                }
-                for each in self.fleet.instances
-            ],
-            "pairs": [
-                {"name": pair.name, "trust": pair.trust, "reason": pair.reason}
-                for pair in self.fleet.pairs
-            ],
-        }
-
-    async def models(self, _request: Request) -> Reply:
-        return Reply.json({"object": "list", "data": self.fleet.told_models()})
-
-    async def model(self, request: Request) -> Reply:
-        named = "/".join(request.params.values())  # a model's name may have an owner's before it
-        for told in self.fleet.told_models():
-            if told["id"] == named:
-                return Reply.json(told)
-        raise NotFound(f"model {named!r} is not served here; {listed(self.fleet.models)}")
-
     async def ask_any(self, request: Request) -> Reply:
         """What needs a tokenizer, which only leaders have."""
         assert self.tools is not None, "requests come while the application runs"
         within_s = self.config.timeouts.request_s
         return await ask_any(self.fleet.instances, self.tools.upstream, request, within_s)
-
-    async def metrics_text(self, _request: Request) -> Reply:
-        self.metrics.in_flight.set(self.admitted)
-        self.metrics.ready.set(self.fleet.is_ready and not self.draining)
-        self.metrics.instance_up.clear()  # who has left must not be told of any more
-        self.metrics.instance_requests.clear()
-        for each in self.fleet.instances:
-            self.metrics.instance_up.labels(each.name).set(each.is_routable)
-            self.metrics.instance_requests.labels(each.name).set(each.load.requests)
-        return Reply.metrics(self.metrics.registry)
-
-    def ask_to_drain(self) -> None:
-        """Like SIGTERM."""
-        self.draining = True
-        self.drain_asked.set()
-
-    async def drain_moved(self, _request: Request) -> Reply:
-        raise NotFound(
-            f"POST /admin/drain is on the admin listener: {self.admin_url or 'none here'}"
-        )
