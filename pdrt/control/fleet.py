@@ -360,19 +360,11 @@ class Fleet:
 
     # Models.
 
-    def told_models(self) -> list[dict[str, object]]:
-        """For /v1/models; a length that differs is told as the least that holds everywhere."""
-        told: list[dict[str, object]] = []
-        for name in self.models:
-            lengths = [
-                each.status.max_model_len
-                for each in self.instances
-                if each.status and each.model == name and each.status.max_model_len
-            ]
-            model: dict[str, object] = {"id": name, "object": "model", "created": 0}
-            model |= {"owned_by": "pdrt"}
-            told.append(model | ({"max_model_len": min(lengths)} if lengths else {}))
-        return told
+    def length_of(self, model: str) -> int:
+        """How long its prompt and answer may be everywhere; 0: nobody has said."""
+        statuses = [each.status for each in self.instances if each.model == model]
+        lengths = [status.max_model_len for status in statuses if status and status.max_model_len]
+        return min(lengths, default=0)
 
     def _view(self, model: str) -> View:
         """Those who serve the model. Raises NotFound, BadRequest or Unavailable."""
