@@ -12,7 +12,7 @@ from typing import Final
 
 import structlog
 
-from pdrt.control.fleet import Choice
+from pdrt.control.choice import Choice
 from pdrt.control.instances import Instance, Status
 from pdrt.control.legs import DecodeFailed, Event, Failure, Moved, Route, State, Stranded
 from pdrt.control.marks import MARK, Heard

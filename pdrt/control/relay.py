@@ -15,8 +15,8 @@ from typing import Final
 import structlog
 
 from pdrt.config import Role
+from pdrt.control.choice import Choice
 from pdrt.control.exchange import JoinLeg, Leg, PrefillLeg, Work
-from pdrt.control.fleet import Choice
 from pdrt.control.http import Json
 from pdrt.control.instances import Hold, Instance
 from pdrt.control.legs import (
