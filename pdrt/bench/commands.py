@@ -297,6 +297,9 @@ def bench_faults(
     instances: Annotated[
         str, typer.Option(help="Behind the router: scripted, real (without a model) or all.")
     ] = "all",
+    ports: Annotated[
+        str, typer.Option(help="Where routers that run find the backends: prefill/decode.")
+    ] = "31001,31002/31011,31012",
     deadline: Annotated[
         float, typer.Option(min=0.5, max=3600.0, help="Seconds that a request may take there.")
     ] = 2.0,
@@ -326,6 +329,7 @@ def bench_faults(
     asked = Asked(
         servers=servers_of(url or []),
         only=only,
+        ports=ports,
         instances=instances,
         is_quick=quick,
         limits=Limits(deadline_s=deadline, slow_reader_s=slow_reader),
@@ -351,6 +355,10 @@ def bench_router(
     peer_python: Annotated[
         str, typer.Option(help="An interpreter that has sglang-router or vllm-router installed.")
     ] = "",
+    backends: Annotated[
+        str, typer.Option(help="PREFILL/DECODE,...: ports of backends that run. [default: ours]")
+    ] = "",
+    path: Annotated[str, typer.Option(help="/v1/completions or /generate.")] = "/v1/completions",
     conc: Annotated[str, typer.Option(help="Requests in flight, answered as JSON.")] = "1,16,128",
     streams: Annotated[str, typer.Option(help="Streams in flight.")] = "64,256,1000",
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Turns of each router.")] = 5,
@@ -371,6 +379,8 @@ def bench_router(
     asked = Asked(
         given=url or (),
         peer_python=peer_python,
+        backends=backends,
+        path=path,
         conc=widths_of(conc, "--conc"),
         streams=widths_of(streams, "--streams"),
         rounds=1 if quick else rounds,

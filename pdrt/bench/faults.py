@@ -7,6 +7,7 @@ can misbehave asks. Each row has a verdict against the bounds of faults_verdict.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,8 +38,8 @@ _KINDS: Final = ("all", "scripted", "real")
 _PREFIX: Final = "pdrt-faults-"
 _BEAT: Final = {"heartbeat_s": 0.5, "heartbeat_timeout_s": 0.5}  # so that rows follow soon
 _MOST_S: Final = 5.0  # how long legs are watched
-PREFILL_PORTS: Final = (31001, 31002)  # what routers that are running must name
-DECODE_PORTS: Final = (31011, 31012)
+PORTS: Final = "31001,31002/31011,31012"  # of prefill and decode: what running routers name
+_PORTS: Final = re.compile(r"\d+(,\d+)*/\d+(,\d+)*")
 _COLUMNS: Final = (
     TextColumn("{task.description}"),
     BarColumn(),
@@ -51,6 +52,7 @@ _COLUMNS: Final = (
 class Asked:
     servers: Sequence[Server] = ()  # routers that run already; none: pdrt's is started
     only: str = ""  # a part of the rows' names
+    ports: str = PORTS  # of the scripted backends of routers that run
     instances: str = "all"  # scripted, real or all; routers that run have scripted ones
     is_quick: bool = False
     limits: Limits = field(default_factory=lambda: Limits(deadline_s=2.0, slow_reader_s=3.0))
@@ -124,22 +126,29 @@ async def measure(
     if not asked.servers:
         async with started(asked.limits, environ) as ground:
             return [await tried("pdrt", row, ground, asked.limits, tell) for row in chosen]
+    ports = ports_of(asked.ports)
     try:
-        async with scripted(PREFILL_PORTS, DECODE_PORTS) as (prefill, decode):
+        async with scripted(*ports) as (prefill, decode):
             for server in asked.servers:
                 ground = Ground(_caller(server, asked), prefill, decode)
                 if await ground.well() is None:
                     raise ConfigError(
-                        f"{server.name} serves nothing: let it name {PREFILL_PORTS} of 127.0.0.1 as"
-                        f" prefill and {DECODE_PORTS} as decode, which are plain backends"
+                        f"{server.name} serves nothing: let it name {asked.ports} of 127.0.0.1 as"
+                        " prefill and decode, which are plain backends"
                     )
                 limits = replace(asked.limits, is_pdrt=await _is_pdrt(ground))
                 found += [await tried(server.name, row, ground, limits, tell) for row in chosen]
     except OSError as error:
-        raise ConfigError(
-            f"the backends' ports {PREFILL_PORTS}, {DECODE_PORTS}: {error}"
-        ) from error
+        raise ConfigError(f"--ports {asked.ports}: {error}") from error
     return found
+
+
+def ports_of(text: str) -> tuple[list[int], list[int]]:
+    """Of prefill and of decode backends. Raises ConfigError."""
+    if not _PORTS.fullmatch(text):
+        raise ConfigError(f"--ports {text!r}: want PREFILL,PREFILL/DECODE,DECODE")
+    prefill, decode = text.split("/")
+    return [int(each) for each in prefill.split(",")], [int(each) for each in decode.split(",")]
 
 
 async def _of_real(real: Sequence[Real], tell: Tell, environ: Mapping[str, str]) -> list[Line]:
@@ -150,12 +159,8 @@ async def _of_real(real: Sequence[Real], tell: Tell, environ: Mapping[str, str])
 
 def _caller(server: Server, asked: Asked) -> Caller:
     url = urlsplit(server.base)
-    caller = Caller(url.hostname or "", url.port or 80, _patience_s(asked.limits))
+    caller = Caller(url.hostname or "", url.port or 80)
     return replace(caller, api_key=asked.api_key, model=asked.model or caller.model)
-
-
-def _patience_s(limits: Limits) -> float:
-    return max(limits.deadline_s, limits.slow_reader_s, limits.upload_s) + 2 * BOUND_S
 
 
 async def _is_pdrt(ground: Ground) -> bool:
@@ -175,14 +180,16 @@ async def started(limits: Limits, environ: Mapping[str, str]) -> AsyncIterator[G
             }
             program = pdrt_router(Path(private.path), ports[0], ports[1], timeouts)
             async with running(program, private.path, environ) as child:
-                caller = Caller("127.0.0.1", program.port, _patience_s(limits))
+                caller = Caller("127.0.0.1", program.port)
                 ground = Ground(caller, prefill, decode, (child.pid,))
                 await ground.well()
                 yield ground
 
 
 class Place(Protocol):
-    """A ground, once a row is over."""
+    """A ground, before and after a row."""
+
+    caller: Caller
 
     async def released(self, within_s: float) -> float | None: ...
 
@@ -195,6 +202,8 @@ P = TypeVar("P", bound=Place)
 async def tried(router: str, row: OneRow[P], ground: P, limits: Limits, tell: Tell) -> Line:
     """One row, and all well again after it."""
     tell(f"{router}: {row.name}")
+    patience_s = limits.answer_s(row.want) + BOUND_S
+    ground.caller = replace(ground.caller, patience_s=patience_s)
     got: Got = await row.act(ground)
     released = await ground.released(_MOST_S)
     outcome = Outcome(got, released, await ground.well())

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, cast, get_args
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -23,11 +23,10 @@ from rich.console import Console
 from pdrt.bench import backends as scripted
 from pdrt.bench import router_peers as peers
 from pdrt.bench.backend import MODEL
-from pdrt.bench.backends import Backends
 from pdrt.bench.facts import machine_facts
 from pdrt.bench.faults_client import Caller
 from pdrt.bench.processes import cpu_s, listeners, memory_mb, with_children
-from pdrt.bench.router_load import Load, request
+from pdrt.bench.router_load import Load, Path, request
 from pdrt.bench.router_process import HOST, Program, pdrt_router, running
 from pdrt.bench.router_table import Cell, Found, Tell, Turn, points, progress, show
 from pdrt.bench.shell import Report, run, write_points
@@ -49,6 +48,8 @@ _GIVEN: Final = re.compile(
 class Asked:
     given: Sequence[str] = ()  # NAME=URL or NAME=URL@PID: routers that run already
     peer_python: str = ""
+    backends: str = ""  # PREFILL/DECODE,DECODE: ports of those that run already
+    path: str = "/v1/completions"
     conc: Sequence[int] = (1, 16, 128)
     streams: Sequence[int] = (64, 256, 1000)
     rounds: int = 5
@@ -63,12 +64,50 @@ class Asked:
         return self.json_s if cell.kind == "json" else self.stream_s
 
 
+def path_of(text: str) -> Path:
+    """Raises ConfigError."""
+    if text not in get_args(Path):
+        raise ConfigError(f"--path {text!r}: want {' or '.join(get_args(Path))}")
+    return cast("Path", text)
+
+
 def widths_of(text: str, option: str) -> list[int]:
     """Raises ConfigError."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdecimal() and 1 <= int(word) <= _MOST for word in words):
         raise ConfigError(f"{option} {text!r}: want numbers from 1 to {_MOST}, by commas")
     return [int(word) for word in words]
+
+
+class Behind(Protocol):
+    """The backends, whoever runs them."""
+
+    @property
+    def prefill(self) -> Sequence[int]: ...
+
+    @property
+    def decode(self) -> Sequence[int]: ...
+
+    async def stream(self, chunks: int, every_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Backends that run already; how they stream is their own business."""
+
+    prefill: Sequence[int]
+    decode: Sequence[int]
+
+    @classmethod
+    def parse(cls, text: str) -> Given:
+        """Raises ConfigError."""
+        match = re.fullmatch(r"(\d+)/(\d+(?:,\d+)*)", text)
+        if not match:
+            raise ConfigError(f"--backends {text!r}: want ports, PREFILL/DECODE,DECODE")
+        return cls([int(match[1])], [int(each) for each in match[2].split(",")])
+
+    async def stream(self, chunks: int, every_s: float) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +123,7 @@ class Routed:
 def router(asked: Asked, report: Report, console: Console, environ: Mapping[str, str]) -> int:
     """Measure and report; the exit status is 1 when a request to pdrt failed. Raises PdrtError."""
     report.check()
+    path_of(asked.path)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError("two cores are needed: one for the router, one for all else")
@@ -105,9 +145,13 @@ async def _measured(
     asked: Asked, cores: Sequence[int], tell: Tell, environ: Mapping[str, str]
 ) -> Found:
     found, given = Found(), [_given(text) for text in asked.given]
-    prefill = PREFILL_PORTS if given else (0,)
-    decode = DECODE_PORTS if given else (0, 0)
-    async with scripted.running(prefill, decode, cores[1:2]) as behind, AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
+        behind: Behind
+        if asked.backends:
+            behind = Given.parse(asked.backends)
+        else:
+            ports = (PREFILL_PORTS, DECODE_PORTS) if given else ((0,), (0, 0))
+            behind = await stack.enter_async_context(scripted.running(*ports, cores[1:2]))
         private = stack.enter_context(contextlib.closing(PrivateFolder(_PREFIX)))
         routers = [Routed(DIRECT, HOST, behind.decode[0])]
         for program in await _programs(asked, private.path, behind):
@@ -121,11 +165,11 @@ async def _measured(
         for done, (number, cell, routed) in enumerate(turns):
             tell(done / len(turns), f"{routed.name}, {cell}, round {number + 1} of {asked.rounds}")
             await behind.stream(cell.chunks, cell.every_s)
-            found.add(cell, routed.name, await _turn(routed, cell, asked.seconds(cell)))
+            found.add(cell, routed.name, await _turn(routed, cell, asked))
     return found
 
 
-async def _programs(asked: Asked, folder: Path, behind: Backends) -> list[Program]:
+async def _programs(asked: Asked, folder: pathlib.Path, behind: Behind) -> list[Program]:
     """pdrt's router, and the peers that are installed."""
     ports = behind.prefill, behind.decode
     found = [pdrt_router(folder, *ports, {})]
@@ -186,8 +230,9 @@ class _Meter:
             self.memory_mb = memory_mb(self._all)
 
 
-async def _turn(routed: Routed, cell: Cell, seconds: float) -> Turn:
-    told = request(routed.host, routed.port, MODEL, cell.kind)
+async def _turn(routed: Routed, cell: Cell, asked: Asked) -> Turn:
+    path, seconds = path_of(asked.path), asked.seconds(cell)
+    told = request(routed.host, routed.port, MODEL, cell.kind, path)
     meter = _Meter(routed.pids)
     load = Load(routed.host, routed.port, told, cell.kind, cell.width)
     counted = await load.run(seconds / 4, seconds, meter.at)

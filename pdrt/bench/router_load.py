@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, cast
 
 Kind: TypeAlias = Literal["json", "stream"]
-PATH: Final = "/v1/completions"
+Path: TypeAlias = Literal["/v1/completions", "/generate"]
 _STAMP: Final = b'"t_ns":'
 _PROMPT: Final = "lorem ipsum dolor " * 11  # some 200 bytes
 _RAMP_S: Final = 1.0  # over which streams begin
@@ -34,10 +34,14 @@ class Counted:
     delays_us: list[float] = field(default_factory=list)  # of chunks
 
 
-def request(host: str, port: int, model: str, kind: Kind) -> bytes:
-    told = {"model": model, "prompt": _PROMPT, "max_tokens": 200, "stream": kind == "stream"}
+def request(host: str, port: int, model: str, kind: Kind, path: Path = "/v1/completions") -> bytes:
+    told: dict[str, object] = {"stream": kind == "stream"}
+    if path == "/generate":
+        told |= {"text": _PROMPT, "sampling_params": {"max_new_tokens": 200}}
+    else:
+        told |= {"model": model, "prompt": _PROMPT, "max_tokens": 200}
     body = json.dumps(told, separators=(",", ":")).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 

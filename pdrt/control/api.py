@@ -112,7 +112,8 @@ def _allow(leader: Leader) -> Middleware:
         path = resource.canonical if resource is not None else request.path
         if path in _OPEN:
             return await handler(request)
-        if path in _CLIENT and leader.role == "hybrid":
+        # What is nowhere is a client's mistake too, and a key would not help.
+        if leader.role == "hybrid" and (path in _CLIENT or resource is None):
             _check_client(request, leader)
         else:
             check_bearer(request, leader.key)

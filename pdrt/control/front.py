@@ -38,7 +38,7 @@ from pdrt.control.reload import AnyReload, watch
 from pdrt.control.routermetrics import RouterMetrics
 from pdrt.control.screen import Screen
 from pdrt.control.session import session_of
-from pdrt.control.ticket import Client, Clocks, Ticket, Tools
+from pdrt.control.ticket import Client, Clocks, Ticket, Tools, ring_later
 from pdrt.control.traces import TRACEPARENT, Tracing
 from pdrt.control.tracing import open_tracing
 from pdrt.control.upstream import Upstream
@@ -126,12 +126,15 @@ class Router:
         """Connections to instances and watchers live exactly as long as this."""
         timeouts = self.config.timeouts
         client = HttpClient(timeouts.connect_s)
+        loop, clocks = asyncio.get_running_loop(), self.clocks
+        if clocks.alarm is ring_later:  # to ask for the loop costs as much as the alarm
+            clocks = replace(clocks, alarm=loop.call_later)
         self.tools = Tools(
             fleet=self.fleet,
             upstream=Upstream(client, self.key.bearer() if self.key else ""),
             key=self.key,
             mint_room=self.mint_room,
-            clocks=self.clocks,
+            clocks=clocks,
             rebind_grace_s=timeouts.rebind_grace_s,
             max_moves=self.config.policy.max_moves if self.config.policy.migrate else 0,
             move_s=timeouts.move_s,

@@ -133,7 +133,7 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
         self._alarm: Alarm | None = None
         self._leg: LegFields | None = None
-        self._mover = Mover(ticket, tools, self.say)
+        self._mover = Mover(ticket, tools)
         self._lines = b"x-request-id: %b\r\n%b" % (ticket.request_id.encode(), ticket.lines)
         self._trace: RequestTrace | None = None
         if tools.tracing is not None and ticket.traceparent is not None:
@@ -321,7 +321,7 @@ class Relay:
             case Rebind(leg):
                 self._rebind(leg)
             case LookForAnother(leg):
-                self._mover.look(leg)
+                self._mover.look(leg, self.say)
             case StartAnswer() | FinishAnswer() | BreakAnswer() | Refuse():
                 self._answer(effect)
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 from typer.testing import CliRunner
 
 from pdrt.bench.backend import Backend, Play
-from pdrt.bench.faults import started, tried
+from pdrt.bench.faults import ports_of, started, tried
 from pdrt.bench.faults_client import Caller, Got, dechunked, parsed_head
 from pdrt.bench.faults_ground import Ground, scripted
 from pdrt.bench.faults_real import Real, RealGround, real_rows, real_started
@@ -229,6 +229,13 @@ def test_rows_that_are_none_are_refused(options: list[str], says: str) -> None:
     ran = CliRunner().invoke(app, ["bench", "faults", *options])
     assert isinstance(ran.exception, ConfigError)
     assert says in str(ran.exception)
+
+
+def test_ports_are_named_by_side() -> None:
+    assert ports_of("1,2/3") == ([1, 2], [3])
+    for wrong in ("1", "1/", "/2", "a/b"):
+        with pytest.raises(ConfigError, match="--ports"):
+            ports_of(wrong)
 
 
 async def test_a_row_that_breaks_a_bound_is_told(ground_of_nobody: Ground) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from pdrt.bench import backends, router_peers
 from pdrt.bench.backend import Backend, Play
 from pdrt.bench.processes import cpu_s, listeners, memory_mb, with_children
-from pdrt.bench.router import Asked, Routed, turns_of, widths_of
+from pdrt.bench.router import Asked, Given, Routed, path_of, turns_of, widths_of
 from pdrt.bench.router_load import Counted, Load, request
 from pdrt.bench.router_table import Cell, Found, Turn, p50, points, show
 from pdrt.cli import app
@@ -89,6 +89,21 @@ def test_numbers_of_requests_are_checked(text: str) -> None:
     assert widths_of("1, 16", "--conc") == [1, 16]
     with pytest.raises(ConfigError, match="--conc"):
         widths_of(text, "--conc")
+
+
+def test_backends_that_run_are_named_by_their_ports() -> None:
+    told = Given.parse("1/2,3")
+    assert (told.prefill, told.decode) == ([1], [2, 3])
+    for wrong in ("1", "1/", "a/2"):
+        with pytest.raises(ConfigError, match="--backends"):
+            Given.parse(wrong)
+
+
+def test_both_dialects_are_asked() -> None:
+    assert b"POST /generate" in request("h", 1, "m", "json", path_of("/generate"))
+    assert b'"prompt"' in request("h", 1, "m", "json", path_of("/v1/completions"))
+    with pytest.raises(ConfigError, match="--path"):
+        path_of("/v1/chat")
 
 
 def test_tables_and_points_have_all(tmp_path: Path) -> None:

@@ -206,6 +206,20 @@ async def test_a_listed_one_that_says_goodbye_gets_nothing_new_until_it_is_back(
         assert "leaving" in one.why_not
 
 
+async def test_who_has_left_is_neither_watched_nor_tried_any_more() -> None:
+    async with desk(policy=OPEN) as d, newcomers("decode") as (late,):
+        late.canaries.extend(status(503, "no", "peer_lost") for _ in range(9))
+        await d.register(late)
+        await until(lambda: len(late.seen_canaries) == 1)
+        await until(lambda: bool(d.rig.time.pauses))
+        await d.ask("DELETE", f"/admin/members/{late.target.http}")
+        polled = late.polled
+        d.rig.time.wake()
+        await d.rig.send()
+        assert (len(late.seen_canaries), late.polled) == (1, polled)
+        assert not d.rig.router.fleet.leaving
+
+
 async def test_operators_join_and_remove_members() -> None:
     async with desk() as d, newcomers("decode") as (late,):
         got = await d.ask("POST", "/admin/members", {"role": "decode", "http": late.target.http})
