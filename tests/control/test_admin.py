@@ -52,7 +52,7 @@ async def desk(prefill: int = 1, decode: int = 1, **config: object) -> AsyncIter
     async with rig(prefill, decode, **config) as r:  # type: ignore[arg-type]
         level = LogLevel()
         server = Server(
-            Admin(r.router, r.router.door, KEY, level),
+            Admin(r.router, r.router.roster, KEY, level),
             "admin",
             max_body_bytes=1 << 16,
             max_head_bytes=1 << 14,

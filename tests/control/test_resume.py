@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from pdrt.control.answer import Delta
-from pdrt.control.marks import DONE, MAX_HELD, Heard, Marks
+from pdrt.control.marks import Heard, Marks
+from pdrt.control.sse import DONE, MAX_EVENT
 from pdrt.errors import BadMessage, PeerLost
 from pdrt.messages import Finish, Output, unpack_ids
 from tests.control.leader_rig import BEARER, Rig, error_of, odd, rigged
@@ -266,7 +267,7 @@ def test_ids_that_are_none_are_refused_when_they_are_needed() -> None:
 
 def test_what_is_held_back_has_a_bound() -> None:
     heard = Heard(1)
-    assert heard.take(b"data: " + bytes(MAX_HELD)) == b""
+    assert heard.take(b"data: " + bytes(MAX_EVENT)) == b""
     assert isinstance(heard.error, PeerLost)
 
 
