@@ -124,12 +124,12 @@ def _allow(leader: Leader) -> Middleware:
 
 def _check_client(request: web.Request, leader: Leader) -> None:
     """Raises PdrtError unless a client's key or the cluster's is sent, or none is needed."""
-    if leader.door is None:
+    if leader.keydoor is None:
         return
     header = request.headers.get("authorization", "")
     if leader.key is not None and leader.key.is_bearer(header):
         return
-    if refusal := leader.door.refusal(request.method, request.path, header):
+    if refusal := leader.keydoor.refusal(request.method, request.path, header):
         raise refusal
 
 

@@ -15,9 +15,10 @@ import structlog
 from pdrt.control.fleet import Choice
 from pdrt.control.instances import Instance, Status
 from pdrt.control.legs import DecodeFailed, Event, Failure, Moved, Route, State, Stranded
-from pdrt.control.marks import DONE, MARK, Heard
+from pdrt.control.marks import MARK, Heard
 from pdrt.control.policy import Ask
 from pdrt.control.schema import Resumed
+from pdrt.control.sse import DONE
 from pdrt.control.ticket import Alarm, Ticket, Tools
 from pdrt.errors import BadMessage, PdrtError, PeerLost
 
