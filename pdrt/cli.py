@@ -365,13 +365,16 @@ def node_settings(conf: Path | None) -> NodeConfig:
 def router_settings(conf: Path | None, named: Mapping[str, str]) -> RouterConfig:
     """What `pdrt router` runs with, from a file or from addresses. Raises ConfigError."""
     targets = {role: _targets(text) for role, text in named.items() if text}
-    if conf is None and not targets:
-        raise ConfigError("no targets: give --conf FILE, or --prefill-addrs and --decode-addrs")
     if conf is not None and targets:
         raise ConfigError("give either --conf or addresses, not both")
     try:
         settings = config.load(RouterConfig, conf, options=targets)
     except ConfigError as error:
+        if conf is None and not targets and "no targets" in str(error):
+            raise ConfigError(
+                "no targets: give --conf FILE, or --prefill-addrs and --decode-addrs, or let"
+                " instances register themselves with PDRT_POLICY_REGISTRATION=true"
+            ) from error
         from pdrt.doctor import is_node
 
         if conf is not None and is_node(conf):

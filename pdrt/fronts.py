@@ -233,7 +233,7 @@ class Lead:
             served=parts.condition.served,
             drain=drain,
             takes_prompts=takes_prompts,
-            door=self._keydoor,
+            keydoor=self._keydoor,
             tracing=self._tracing,
         )
 

@@ -7,31 +7,28 @@ firewall can keep it inside.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from pdrt.config import Role, Target
-from pdrt.control.door import Door
 from pdrt.control.front import Router
-from pdrt.control.http import Json
 from pdrt.control.leases import Registration
+from pdrt.control.roster import Roster
+from pdrt.control.schema import checked
+from pdrt.control.strict import Strict
 from pdrt.control.wire.exchange import Exchange
 from pdrt.control.wire.reply import Reply
 from pdrt.control.wire.request import Request
 from pdrt.control.wire.routes import Routes
-from pdrt.errors import BadRequest, NotFound, PdrtError, Unauthorized
+from pdrt.errors import NotFound, PdrtError, Unauthorized
 from pdrt.keys import ClusterKey
 from pdrt.telemetry import LogLevel
 
 STAGE: Final = "admin"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class NewMember(_Strict):
+class NewMember(Strict):
     """Who is to join (POST /admin/members)."""
 
     role: Role
@@ -40,20 +37,17 @@ class NewMember(_Strict):
     model: Annotated[str, Field(max_length=300)] = ""
 
 
-class NewLevel(_Strict):
+class NewLevel(Strict):
     level: Literal["debug", "info", "warning", "error"]
-
-
-M = TypeVar("M", bound=BaseModel)
 
 
 class Admin:
     """A site of its own; see wire.connection.Site."""
 
     def __init__(
-        self, router: Router, door: Door, key: ClusterKey, level: LogLevel | None = None
+        self, router: Router, roster: Roster, key: ClusterKey, level: LogLevel | None = None
     ) -> None:
-        self._router, self._door, self._key = router, door, key
+        self._router, self._roster, self._key = router, roster, key
         self._level = level or LogLevel()
         self.routes = Routes()
         for method, path, handler in self._table():
@@ -91,16 +85,16 @@ class Admin:
     # Members.
 
     async def members(self, _request: Request) -> Reply:
-        return Reply.json({"members": self._door.members()})
+        return Reply.json({"members": self._roster.members()})
 
     async def join(self, request: Request) -> Reply:
         """In until it is told to leave, or this router ends."""
-        wanted = _read(NewMember, request.json())
+        wanted = checked(NewMember, request.json())
         target = Target(http=wanted.http, bootstrap=wanted.bootstrap, model=wanted.model)
-        return Reply.json({"member": self._door.join(wanted.role, target)}, 201)
+        return Reply.json({"member": self._roster.join(wanted.role, target)}, 201)
 
     async def leave(self, request: Request) -> Reply:
-        return Reply.json({"left": self._door.leave(request.params["name"])})
+        return Reply.json({"left": self._roster.leave(request.params["name"])})
 
     async def drain_member(self, request: Request) -> Reply:
         return self._set_drained(request, True)
@@ -109,12 +103,12 @@ class Admin:
         return self._set_drained(request, False)
 
     def _set_drained(self, request: Request, is_drained: bool) -> Reply:
-        told = self._door.set_drained(request.params["name"], is_drained)
+        told = self._roster.set_drained(request.params["name"], is_drained)
         return Reply.json({"member": told})
 
     async def register(self, request: Request) -> Reply:
-        said = _read(Registration, request.json())
-        return Reply.json({"status": "ok", "lease_s": self._door.register(said)})
+        said = checked(Registration, request.json())
+        return Reply.json({"status": "ok", "lease_s": self._roster.register(said)})
 
     # The router.
 
@@ -137,15 +131,5 @@ class Admin:
         return Reply.json({"level": self._level.name})
 
     async def set_level(self, request: Request) -> Reply:
-        self._level.name = _read(NewLevel, request.json()).level
+        self._level.name = checked(NewLevel, request.json()).level
         return Reply.json({"level": self._level.name})
-
-
-def _read(kind: type[M], body: Json) -> M:
-    """Raises BadRequest that names the field."""
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        told = error.errors(include_url=False, include_context=False, include_input=False)
-        lines = (f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in told[:5])
-        raise BadRequest("; ".join(lines)) from None

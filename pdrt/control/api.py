@@ -112,7 +112,8 @@ def _allow(leader: Leader) -> Middleware:
         path = resource.canonical if resource is not None else request.path
         if path in _OPEN:
             return await handler(request)
-        if path in _CLIENT and leader.role == "hybrid":
+        # What is nowhere is a client's mistake too, and a key would not help.
+        if leader.role == "hybrid" and (path in _CLIENT or resource is None):
             _check_client(request, leader)
         else:
             check_bearer(request, leader.key)
@@ -123,12 +124,12 @@ def _allow(leader: Leader) -> Middleware:
 
 def _check_client(request: web.Request, leader: Leader) -> None:
     """Raises PdrtError unless a client's key or the cluster's is sent, or none is needed."""
-    if leader.door is None:
+    if leader.keydoor is None:
         return
     header = request.headers.get("authorization", "")
     if leader.key is not None and leader.key.is_bearer(header):
         return
-    if refusal := leader.door.refusal(request.method, request.path, header):
+    if refusal := leader.keydoor.refusal(request.method, request.path, header):
         raise refusal
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final
 
 from pdrt.control.instances import Instance
-from pdrt.control.upstream import Upstream, Whole
+from pdrt.control.upstream import Upstream
 from pdrt.control.wire.reply import Reply
 from pdrt.control.wire.request import Request
-from pdrt.errors import DeadlinePassed, NotFound, PdrtError, PeerLost, Unavailable
+from pdrt.errors import DeadlinePassed, NotFound, PeerLost, Unavailable
 
 MAX_ANSWER: Final = 1 << 27
 _TRIES: Final = 3
@@ -55,20 +55,5 @@ async def _first_answer(able: list[Instance], upstream: Upstream, request: Reque
 
 async def _ask(instance: Instance, upstream: Upstream, request: Request) -> Reply:
     """Raises PeerLost."""
-    answered: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-
-    def done(status: int, _headers: Mapping[bytes, bytes], body: bytes) -> None:
-        if not answered.done():
-            answered.set_result(Reply(status, body))
-
-    def lost(error: PdrtError) -> None:
-        if not answered.done():
-            answered.set_exception(error)
-
-    whole = Whole(instance, MAX_ANSWER, done, lost)
     lines = f"x-request-id: {request.id}\r\n".encode("latin-1")
-    whole.call = upstream.post(instance, request.path, request.body, lines, whole)
-    try:
-        return await answered
-    finally:
-        whole.call.cancel()
+    return Reply(*await upstream.ask(instance, request.path, request.body, lines, MAX_ANSWER))

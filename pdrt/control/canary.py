@@ -76,7 +76,7 @@ async def try_pairs(tools: Tools, retry_s: float) -> None:
 
 
 async def _try_until_passed(tools: Tools, pair: Pair, retry_s: float) -> None:
-    while pair.is_due:
+    while pair.is_due and pair in tools.fleet.pairs:  # its members have not left
         feed(pair, CanaryStarted())
         event = await _try_once(tools, pair)
         feed(pair, event)

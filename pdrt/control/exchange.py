@@ -21,9 +21,17 @@ from pdrt.control.legs import (
 )
 from pdrt.control.longjson import SHORT, parse_long, read_long
 from pdrt.control.merge import Merge
-from pdrt.control.upstream import MAX_ERROR_BYTES, Headers, failure_of, is_good, lost_error
+from pdrt.control.upstream import (
+    MAX_ERROR_BYTES,
+    Body,
+    Headers,
+    failure_of,
+    is_good,
+    lost_error,
+    too_long,
+)
 from pdrt.control.wire.client import Call, Lost
-from pdrt.errors import BadRequest, PdrtError, PeerLost, Unavailable
+from pdrt.errors import BadRequest, PdrtError, Unavailable
 
 PREFILL_ANSWER: Final = 1 << 20
 PREFILL_TELLS: Final = 1 << 25  # the same with what it tells of a long prompt
@@ -49,28 +57,6 @@ class Leg(Protocol):
     def cancel(self) -> None:
         """Close the connection and give back what was counted."""
         ...
-
-
-class Body:
-    """The bytes of an answer, up to a limit."""
-
-    __slots__ = ("limit", "parts", "size")
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.parts: list[bytes] = []
-        self.size = 0
-
-    def take(self, data: bytes) -> bool:
-        """Whether it is within the limit still."""
-        self.size += len(data)
-        if self.size > self.limit:
-            return False
-        self.parts.append(data)
-        return True
-
-    def whole(self) -> bytes:
-        return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
 
 
 class PrefillLeg:
@@ -121,8 +107,7 @@ class PrefillLeg:
     def on_body(self, data: bytes) -> None:
         self._instance.signs += 1
         if not self._body.take(data) and is_good(self._status):
-            limit = self._body.limit
-            self._fail(PeerLost(f"{self._instance.name} answered more than {limit} bytes"))
+            self._fail(too_long(self._instance, self._body.limit))
 
     def on_end(self) -> None:
         self._hold.release()

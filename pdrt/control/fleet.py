@@ -332,10 +332,10 @@ class Fleet:
             raise PdrtError("two models met in one choice; see the log")
         rank = prefill.choose_rank(policy.prefill, ask, self._prompted)
         if policy.prefill == "prefix_aware":
-            self._prompted.note(ask.keys, prefill.seat(self._prompted, rank))
+            prefill.note_prompt(ask, self._prompted, rank)
             note_given(view.prefill.loads, first.at, ask.weight)
         if policy.decode == "prefix_aware":
-            self._decoded.note(ask.keys, decode.seat(self._decoded, 0))
+            decode.note_prompt(ask, self._decoded)
             note_given(found.loads, second.at, ask.weight)
         because = Because(ask, (view.prefill, first), (found, second))
         return Choice(prefill, decode, rank, because=because)
@@ -345,7 +345,7 @@ class Fleet:
         picked = choose(policy, view.alone.loads, ask, self._decoded)
         hybrid = view.alone.instances[picked.at]
         if policy == "prefix_aware":
-            self._decoded.note(ask.keys, hybrid.seat(self._decoded, 0))
+            hybrid.note_prompt(ask, self._decoded)
             note_given(view.alone.loads, picked.at, ask.weight)
         return Choice(None, hybrid, fallback=why, because=Because(ask, None, (view.alone, picked)))
 

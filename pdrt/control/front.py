@@ -6,7 +6,7 @@ The fleet is watched and tried in the background for as long as the application 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -22,10 +22,8 @@ from pdrt.control.canary import try_pairs
 from pdrt.control.chance import Chance
 from pdrt.control.claims import claim, release
 from pdrt.control.cors import Cors
-from pdrt.control.door import Door
-from pdrt.control.fleet import Choice, Fleet, listed
+from pdrt.control.fleet import Choice, Fleet
 from pdrt.control.gate import AUTHORIZATION
-from pdrt.control.http import Json
 from pdrt.control.job import Job, OrderJob, PlainJob, cost_of
 from pdrt.control.keydoor import Entry, KeyDoor
 from pdrt.control.leases import Leases
@@ -35,10 +33,11 @@ from pdrt.control.order import Order
 from pdrt.control.policy import Ask
 from pdrt.control.relay import Relay
 from pdrt.control.reload import AnyReload, watch
+from pdrt.control.roster import Roster
 from pdrt.control.routermetrics import RouterMetrics
 from pdrt.control.screen import Screen
 from pdrt.control.session import session_of
-from pdrt.control.ticket import Client, Clocks, Ticket, Tools
+from pdrt.control.ticket import Client, Clocks, Ticket, Tools, ring_later
 from pdrt.control.traces import TRACEPARENT, Tracing
 from pdrt.control.tracing import open_tracing
 from pdrt.control.upstream import Upstream
@@ -47,7 +46,7 @@ from pdrt.control.wire.exchange import Exchange
 from pdrt.control.wire.reply import Reply
 from pdrt.control.wire.request import Request
 from pdrt.control.wire.routes import Routes
-from pdrt.errors import Draining, NotFound, Overloaded, PdrtError
+from pdrt.errors import Draining, Overloaded, PdrtError
 from pdrt.keys import ClusterKey
 
 STAGE: Final = "router"
@@ -80,10 +79,9 @@ class Router:
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     tools: Tools | None = None
     watching: asyncio.Task[None] | None = None
-    relays: set[Relay] = field(default_factory=set)
     batches: set[asyncio.Task[None]] = field(default_factory=set)
     ledger: Ledger = field(init=False)
-    door: Door = field(init=False)
+    roster: Roster = field(init=False)
     rooms: set[int] = field(default_factory=set)  # idempotency keys of requests in flight
     entered: dict[Exchange, Entry] = field(default_factory=dict)  # those with a key
     tracing: Tracing | None = None  # made when it starts, unless it is given
@@ -115,9 +113,14 @@ class Router:
         self.reloads = list(self.keydoor.reloads)
         self.ledger = Ledger(lambda at: wall() - (clock() - at))
         leases, is_open = Leases(self.config.timeouts.lease_s), self.config.policy.registration
-        self.door = Door(self.fleet, leases, clock, is_open)
+        self.roster = Roster(self.fleet, leases, clock, is_open)
         self.fleet.clock = clock
         self.nearby.wanted = self.config.policy.local_prefill_tokens
+
+    @property
+    def relays(self) -> Collection[Relay]:
+        """Those under way."""
+        return self.ledger.running
 
     # Life.
 
@@ -126,12 +129,15 @@ class Router:
         """Connections to instances and watchers live exactly as long as this."""
         timeouts = self.config.timeouts
         client = HttpClient(timeouts.connect_s)
+        loop, clocks = asyncio.get_running_loop(), self.clocks
+        if clocks.alarm is ring_later:  # to ask for the loop costs as much as the alarm
+            clocks = replace(clocks, alarm=loop.call_later)
         self.tools = Tools(
             fleet=self.fleet,
             upstream=Upstream(client, self.key.bearer() if self.key else ""),
             key=self.key,
             mint_room=self.mint_room,
-            clocks=self.clocks,
+            clocks=clocks,
             rebind_grace_s=timeouts.rebind_grace_s,
             max_moves=self.config.policy.max_moves if self.config.policy.migrate else 0,
             move_s=timeouts.move_s,
@@ -163,7 +169,7 @@ class Router:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.fleet.run(probe))
                 tasks.create_task(self.screen.watch(lambda: self.fleet.instances))
-                tasks.create_task(self.door.run())
+                tasks.create_task(self.roster.run())
                 tasks.create_task(watch(self.reloads))
                 if not self.config.policy.is_plain:
                     tasks.create_task(try_pairs(tools, self.config.timeouts.heartbeat_s))
@@ -180,6 +186,11 @@ class Router:
         """Returns when the watchers have ended, which is a fault of ours."""
         if self.watching is not None:
             await asyncio.wait([self.watching])
+
+    def ask_to_drain(self) -> None:
+        """Like SIGTERM."""
+        self.draining = True
+        self.drain_asked.set()
 
     async def drain(self, within_s: float) -> None:
         """Take no new requests, let the running ones finish, cut what is left by then."""
@@ -278,7 +289,6 @@ class Router:
         assert self.tools is not None, "requests come while the router runs"
 
         def ended(relay: Relay) -> None:
-            self.relays.discard(relay)
             if exchange is not None:
                 release(self.rooms, ticket.client_room)
                 if not exchange.is_over:
@@ -290,7 +300,6 @@ class Router:
                 self._learn(relay, relay.first_byte_at - started)
 
         relay = Relay(ticket, self._choose(ticket), self.tools, client, ended)
-        self.relays.add(relay)
         self.ledger.begin(relay, started)
         return relay
 
@@ -366,71 +375,8 @@ class Router:
         if job.stream and not (relay.route.tries or relay.route.moves):
             self.nearby.learn(relay.choice, job.prompt_weight, seconds)
 
-    # What it says of itself.
-
-    async def health(self, _request: Request) -> Reply:
-        """Liveness: the loop turns and the instances are being watched."""
-        if self.watching is not None and self.watching.done():
-            return Reply.json({"status": "failed", "reason": "see the log"}, 503)
-        return Reply.json({"status": "ok", **self._state()})
-
-    async def ready(self, _request: Request) -> Reply:
-        reason = "draining" if self.draining else self.fleet.why_not_ready()
-        body = {"ready": not reason, "reason": reason, **self._state()}
-        return Reply.json(body, 503 if reason else 200)
-
-    def _state(self) -> Json:
-        return {
-            "draining": self.draining,
-            "in_flight": self.admitted,
-            "instances": [
-                {
-                    "name": each.name,
-                    "health": each.health,
-                    "state": each.status.state if each.status else None,
-                    "legs": each.load.requests,
-                    "reason": each.why_not,
-                }
-                for each in self.fleet.instances
-            ],
-            "pairs": [
-                {"name": pair.name, "trust": pair.trust, "reason": pair.reason}
-                for pair in self.fleet.pairs
-            ],
-        }
-
-    async def models(self, _request: Request) -> Reply:
-        return Reply.json({"object": "list", "data": self.fleet.told_models()})
-
-    async def model(self, request: Request) -> Reply:
-        named = "/".join(request.params.values())  # a model's name may have an owner's before it
-        for told in self.fleet.told_models():
-            if told["id"] == named:
-                return Reply.json(told)
-        raise NotFound(f"model {named!r} is not served here; {listed(self.fleet.models)}")
-
     async def ask_any(self, request: Request) -> Reply:
         """What needs a tokenizer, which only leaders have."""
         assert self.tools is not None, "requests come while the application runs"
         within_s = self.config.timeouts.request_s
         return await ask_any(self.fleet.instances, self.tools.upstream, request, within_s)
-
-    async def metrics_text(self, _request: Request) -> Reply:
-        self.metrics.in_flight.set(self.admitted)
-        self.metrics.ready.set(self.fleet.is_ready and not self.draining)
-        self.metrics.instance_up.clear()  # who has left must not be told of any more
-        self.metrics.instance_requests.clear()
-        for each in self.fleet.instances:
-            self.metrics.instance_up.labels(each.name).set(each.is_routable)
-            self.metrics.instance_requests.labels(each.name).set(each.load.requests)
-        return Reply.metrics(self.metrics.registry)
-
-    def ask_to_drain(self) -> None:
-        """Like SIGTERM."""
-        self.draining = True
-        self.drain_asked.set()
-
-    async def drain_moved(self, _request: Request) -> Reply:
-        raise NotFound(
-            f"POST /admin/drain is on the admin listener: {self.admin_url or 'none here'}"
-        )

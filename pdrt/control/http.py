@@ -228,21 +228,11 @@ def check_bearer(request: web.Request, key: ClusterKey | None) -> None:
 # Answers that both kinds of servers give.
 
 
-async def end_with_error(
-    request: web.Request,
-    response: web.StreamResponse,
-    error: PdrtError,
-    stage: str,
-    gap: bytes = b"",
-) -> None:
-    """The last event of a stream that has begun; whoever does not take it is cut off.
-
-    `gap` ends an event that was half written.
-    """
-    told = json.dumps(error_body(error, request_id_of(request), stage))
+async def say_last(request: web.Request, response: web.StreamResponse, event: bytes) -> None:
+    """The last event of a stream that has begun; whoever does not take it is cut off."""
     try:
         async with asyncio.timeout(LAST_WORDS_S):
-            await response.write(gap + f"event: error\ndata: {told}\n\n".encode())
+            await response.write(event)
             await response.write_eof()
     except (TimeoutError, ConnectionError):
         cut_off(request)

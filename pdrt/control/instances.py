@@ -19,27 +19,13 @@ from pydantic.dataclasses import dataclass as checked
 from pdrt.config import PolicyName, Role, Target
 from pdrt.control.breaker import Breaker, Circuit, Renewed
 from pdrt.control.breaker import feed as feed_breaker
-from pdrt.control.policy import Ask, Load, choose, mark_of
+from pdrt.control.policy import Ask, Load, choose, mark_of, note_given
 from pdrt.control.prefixes import Prefixes
-from pdrt.control.told import TotalsTold, WorkerTold
+from pdrt.control.told import LoadTold, TotalsTold, WorkerTold
 from pdrt.data.peer import Beat, Died, Event, Health, Miss, feed
 from pdrt.errors import BadMessage, ConfigError, PdrtError, PeerLost
 
 log = structlog.get_logger(__name__)
-
-
-@checked(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="ignore"))
-class Told:
-    """What a leader carries, all its routers' requests together."""
-
-    tokens: int = 0  # of the requests in hand: prompts, and in decode what may follow them
-    kv_tokens: int = 0  # that its KV pools hold for requests
-    pool_tokens: int = 0  # that they could hold; 0: not known
-    is_full: bool = False  # one more request would be refused with 429
-    running: int = 0
-    waiting: int = 0
-    blocks_used: int = 0
-    blocks_total: int = 0
 
 
 @checked(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="ignore"))
@@ -57,7 +43,7 @@ class Status:
     max_model_len: int = 0
     local_prefill: bool = False  # decode: it may compute a prompt itself
     # What follows differs from word to word, and makes nobody look again.
-    load: Told = field(default_factory=Told, compare=False)
+    load: LoadTold = field(default_factory=LoadTold, compare=False)
     totals: TotalsTold = field(default_factory=TotalsTold, compare=False)
     workers: tuple[WorkerTold, ...] = field(default=(), compare=False)
 
@@ -180,17 +166,18 @@ class Instance:
 
     def choose_rank(self, policy: PolicyName, ask: Ask = ANY, held: Prefixes = NOTHING) -> int:
         ready = self.status.ready_ranks if self.status else (0,)
-        if len(ready) == 1 and policy != "prefix_aware":
+        if len(ready) == 1:
             return ready[0]
         return ready[choose(policy, [self._rank(rank) for rank in ready], ask, held).at]
 
-    def seat(self, held: Prefixes, rank: int) -> int:
-        """The bit that stands for a rank of its present life in the index of prefixes."""
+    def note_prompt(self, ask: Ask, held: Prefixes, rank: int = 0) -> None:
+        """It is sent there. A bit stands for a rank of its present life in the index."""
         load = self._rank(rank)
         if not load.seats:
             load.seats = held.take_seat()
             self.load.seats |= load.seats
-        return load.seats
+        held.note(ask.keys, load.seats)
+        note_given([*self._ranks.values()], list(self._ranks).index(rank), ask.weight)
 
     def leave_seats(self, held: Prefixes) -> None:
         """What its caches held is gone."""

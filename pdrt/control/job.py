@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from pdrt.config import Role
@@ -70,39 +69,21 @@ class Job(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class OrderJob:
     """A checked request for pdrt's instances; `seed` is for both legs if the client gave none."""
 
-    order: Order
-    seed: int
-
-    @property
-    def stream(self) -> bool:
-        return self.order.stream
-
-    @property
-    def sequences(self) -> int:
-        return self.order.drawn
-
-    @property
-    def prompt(self) -> object:
-        prompt = self.order.prompt
+    def __init__(self, order: Order, seed: int) -> None:
+        self.order, self.seed = order, seed
+        self.stream, self.sequences = order.stream, order.drawn
+        prompt = order.prompt
+        self.prompt: object = prompt
         if isinstance(prompt, Chat):  # templates put tools at the beginning
-            return [*map(json.dumps, prompt.tools), *prompt.turns]
-        return prompt
-
-    @property
-    def prompt_weight(self) -> int:
-        return weight_of(self.prompt)
-
-    @property
-    def answer_weight(self) -> int:
-        order = self.order
+            self.prompt = [*map(json.dumps, prompt.tools), *prompt.turns]
+        self.prompt_weight = weight_of(self.prompt)
         each = order.max_tokens
         if each is None:
             each = order.default_tokens or UNNAMED_TOKENS
-        return self.prompt_weight + each * order.drawn
+        self.answer_weight = self.prompt_weight + each * order.drawn
 
     def body(self, side: Role, meeting: Meeting) -> bytes:
         return _dumped(leg_body(side, self.order, meeting.leg(), self.seed))

@@ -15,11 +15,10 @@ from typing import Any, Final
 from pdrt.control.http import Json
 from pdrt.control.longjson import parse_long
 from pdrt.control.order import Order
-from pdrt.control.reply import DONE, event_of, long_json_of
+from pdrt.control.reply import event_of, long_json_of
+from pdrt.control.sse import DONE, END, ERROR, MAX_EVENT
 from pdrt.errors import BadRequest, PdrtError
 
-_END: Final = b"\n\n"
-_MAX_EVENT: Final = 1 << 26  # bytes: a chunk may tell the odds of a long prompt
 _SHORT: Final = 1 << 15
 _OF_ALL: Final = ("usage", "path", "timings_ms")  # said once, of all prompts
 _TIMES: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {
@@ -55,19 +54,19 @@ class Joiner:
 
         Raises PdrtError for what is no event of ours.
         """
-        *events, rest = (self._rests.pop(part, b"") + data).split(_END)
-        if len(rest) > _MAX_EVENT:
-            raise PdrtError(f"prompt {part} was answered with an event of over {_MAX_EVENT} bytes")
+        *events, rest = (self._rests.pop(part, b"") + data).split(END)
+        if len(rest) > MAX_EVENT:
+            raise PdrtError(f"prompt {part} was answered with an event of over {MAX_EVENT} bytes")
         self._rests[part] = rest
         return b"".join([self._event(part, event) for event in events])
 
     def _event(self, part: int, event: bytes) -> bytes:
         if self.has_failed:
             return b""
-        if event.startswith(b"event: error"):
+        if event.startswith(ERROR):
             self.has_failed = True
-            return event + _END
-        if event + _END == DONE:
+            return event + END
+        if event + END == DONE:
             self._done.add(part)
             return self._tail() if len(self._done) == self.count else b""
         chunk = _chunk(part, event)

@@ -76,7 +76,9 @@ class Leader:
     drain: Callable[[], None] = lambda: None
     takes_prompts: bool = False  # decode: its workers may compute a prompt that no prefill will
     tracing: Tracing | None = None
-    door: KeyDoor | None = None  # for the clients of a hybrid instance; None: no keys are asked for
+    keydoor: KeyDoor | None = (
+        None  # for the clients of a hybrid instance; None: no keys are asked for
+    )
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     mint: Callable[[], int] = lambda: secrets.randbits(63)  # rooms, and seeds nobody gave

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pdrt.config import Role, Target
 from pdrt.errors import Conflict, Overloaded
 
+RENEWALS: Final = 3  # in the time of a lease
 Address = Annotated[str, Field(min_length=3, max_length=300)]
 
 
@@ -108,10 +109,3 @@ class Leases:
         """Who has not been heard of for too long; they are forgotten."""
         late = [http for http, lease in self._by_http.items() if lease.until <= now]
         return [self.drop(http, f"not heard of for {self.lease_s:g} s") for http in late]
-
-    def next_end(self) -> float | None:
-        """When to look next."""
-        return min((lease.until for lease in self._by_http.values()), default=None)
-
-
-RENEWALS: Final = 3  # in the time of a lease

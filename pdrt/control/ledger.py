@@ -22,7 +22,7 @@ KEPT: Final = 1024
 
 
 @dataclass(slots=True)
-class Entry:
+class Record:
     """A request that has ended."""
 
     request_id: str
@@ -39,9 +39,9 @@ class Entry:
     ended: float | None
 
     @staticmethod
-    def of(relay: Relay, started: float, ended: float | None) -> Entry:
+    def of(relay: Relay, started: float, ended: float | None) -> Record:
         ticket, failure = relay.ticket, relay.failure
-        return Entry(
+        return Record(
             ticket.request_id,
             ticket.path,
             ticket.ask.model,
@@ -63,7 +63,7 @@ class Ledger:
 
     wall_at: Callable[[float], float]
     running: dict[Relay, float] = field(default_factory=dict)  # when each began
-    ended: deque[Entry] = field(default_factory=lambda: deque(maxlen=KEPT))
+    ended: deque[Record] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def begin(self, relay: Relay, now: float) -> None:
         self.running[relay] = now
@@ -71,7 +71,7 @@ class Ledger:
     def end(self, relay: Relay, now: float) -> None:
         started = self.running.pop(relay)
         relay.ticket.ask.forget_prompt()
-        self.ended.append(Entry.of(relay, started, now))
+        self.ended.append(Record.of(relay, started, now))
 
     def lines(self, now: float) -> list[Json]:
         """Each in short, the newest first."""
@@ -84,13 +84,13 @@ class Ledger:
                 return _full(each, now, self.wall_at)
         return None
 
-    def _all(self) -> Iterator[Entry]:
+    def _all(self) -> Iterator[Record]:
         for relay, started in reversed(self.running.items()):
-            yield Entry.of(relay, started, None)
+            yield Record.of(relay, started, None)
         yield from reversed(self.ended)
 
 
-def _short(entry: Entry, now: float, wall_at: Callable[[float], float]) -> Json:
+def _short(entry: Record, now: float, wall_at: Callable[[float], float]) -> Json:
     choice = entry.choice
     return {
         "request_id": entry.request_id,
@@ -106,7 +106,7 @@ def _short(entry: Entry, now: float, wall_at: Callable[[float], float]) -> Json:
     }
 
 
-def _full(entry: Entry, now: float, wall_at: Callable[[float], float]) -> Json:
+def _full(entry: Record, now: float, wall_at: Callable[[float], float]) -> Json:
     choice, route = entry.choice, entry.route
     return _short(entry, now, wall_at) | {
         "model": entry.model or None,

@@ -11,13 +11,11 @@ from typing import Final
 
 from pdrt.control.answer import Delta
 from pdrt.control.http import Json, error_from_answer
+from pdrt.control.sse import DONE, END, ERROR, MAX_EVENT
 from pdrt.errors import BadMessage, PdrtError, PeerLost
 
 MARK: Final = b":t "  # INDEX EVENTS CACHED FINISH ID,ID
-DONE: Final = b"data: [DONE]\n\n"
-MAX_HELD: Final = 1 << 26  # bytes of events that are not whole yet
-_END: Final = b"\n\n"
-_ERROR: Final = b"event: error\ndata: "
+_BROKE_OFF: Final = ERROR + b"data: "
 _GOES_ON: Final = "-"
 
 
@@ -84,8 +82,8 @@ class Heard:
 
     def _hold(self, data: bytes, at: int) -> int:
         """To the end. Raises BadMessage for an event that does not."""
-        if len(data) - at > MAX_HELD:
-            raise BadMessage(f"an event has more than {MAX_HELD} bytes")
+        if len(data) - at > MAX_EVENT:
+            raise BadMessage(f"an event has more than {MAX_EVENT} bytes")
         self._rest = data[at:]
         return len(data)
 
@@ -93,12 +91,12 @@ class Heard:
         """Where the next one begins; 0 when this one is not whole yet. Raises BadMessage."""
         if data.startswith(MARK, at):
             return self._marked(data, at, told)
-        end = data.find(_END, at) + 2
+        end = data.find(END, at) + 2
         if end < 2:
             return 0
         event = data[at:end]
-        if event.startswith(_ERROR):
-            self.error = error_from_answer(500, event[len(_ERROR) :], "decode")
+        if event.startswith(_BROKE_OFF):
+            self.error = error_from_answer(500, event[len(_BROKE_OFF) :], "decode")
             return end
         told.append(event)
         self.is_over = self.is_over or event == DONE
@@ -113,7 +111,7 @@ class Heard:
             raise BadMessage(f"a mark is of sequence {index}; there are {len(self._ids)}")
         end = begin
         for _ in range(events):
-            end = data.find(_END, end) + 2
+            end = data.find(END, end) + 2
             if end < 2:
                 return 0
         told.append(data[begin:end])

@@ -15,9 +15,10 @@ import structlog
 from pdrt.control.fleet import Choice
 from pdrt.control.instances import Instance, Status
 from pdrt.control.legs import DecodeFailed, Event, Failure, Moved, Route, State, Stranded
-from pdrt.control.marks import DONE, MARK, Heard
+from pdrt.control.marks import MARK, Heard
 from pdrt.control.policy import Ask
 from pdrt.control.schema import Resumed
+from pdrt.control.sse import DONE
 from pdrt.control.ticket import Alarm, Ticket, Tools
 from pdrt.errors import BadMessage, PdrtError, PeerLost
 
@@ -85,10 +86,10 @@ class Moving:
 
 
 class Mover:
-    """Finds who goes on with one stream, now or within a bound; `say` tells the relay then."""
+    """Finds who goes on with one stream, now or within a bound."""
 
-    def __init__(self, ticket: Ticket, tools: Tools, say: Callable[[Event], None]) -> None:
-        self._ticket, self._tools, self._say = ticket, tools, say
+    def __init__(self, ticket: Ticket, tools: Tools) -> None:
+        self._ticket, self._tools = ticket, tools
         self._began = tools.clocks.clock()
         self._may = tools.max_moves > 0 and ticket.may_retry and ticket.job.stream
         self._tried: dict[Instance, Status | None] = {}
@@ -124,15 +125,15 @@ class Mover:
         self._until = self._tools.clocks.clock() + self._tools.move_s
         return self._moved() or Stranded()
 
-    def look(self, leg: int) -> None:
-        """Nobody can go on at the moment: look again, and give up in time."""
+    def look(self, leg: int, say: Callable[[Event], None]) -> None:
+        """Nobody can go on at the moment: look again, and give up in time; `say` is told then."""
         assert self._lost is not None, "a stream is stranded by a loss"
         if (moved := self._moved()) is not None:
-            self._say(moved)
+            say(moved)
         elif self._tools.clocks.clock() >= self._until:
-            self._say(DecodeFailed(leg, self._lost.failure))
+            say(DecodeFailed(leg, self._lost.failure))
         else:
-            self._alarm = self._tools.clocks.alarm(LOOK_EVERY_S, lambda: self.look(leg))
+            self._alarm = self._tools.clocks.alarm(LOOK_EVERY_S, lambda: self.look(leg, say))
 
     def cancel(self) -> None:
         if self._alarm is not None:

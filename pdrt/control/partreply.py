@@ -8,7 +8,8 @@ from functools import partial
 from pdrt.control.answer import Answer, Delta
 from pdrt.control.batch import ClientGone, Reader
 from pdrt.control.order import Order
-from pdrt.control.reply import DONE, EVENTS, Voice, beside, event_of, long_json_of, opening_of
+from pdrt.control.reply import EVENTS, Voice, beside, event_of, long_json_of, opening_of
+from pdrt.control.sse import DONE
 from pdrt.errors import Cancelled, PdrtError
 
 

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Final
 
-from pdrt.control.exchange import Body, Owner, Task
+from pdrt.control.exchange import Owner, Task
 from pdrt.control.http import Json
 from pdrt.control.instances import Hold, Instance
 from pdrt.control.legs import (
@@ -24,7 +24,15 @@ from pdrt.control.legs import (
 from pdrt.control.merge import MERGED_ANSWER, Merge
 from pdrt.control.moving import Moving
 from pdrt.control.ticket import Client
-from pdrt.control.upstream import MAX_ERROR_BYTES, Headers, failure_of, is_good, lost_error
+from pdrt.control.upstream import (
+    MAX_ERROR_BYTES,
+    Body,
+    Headers,
+    failure_of,
+    is_good,
+    lost_error,
+    too_long,
+)
 from pdrt.control.wire.client import Call, Lost
 from pdrt.errors import PdrtError, PeerLost
 
@@ -139,8 +147,7 @@ class DecodeLeg:
             return
         is_first = not self._body.size
         if not self._body.take(data) and is_good(self.status):
-            limit = self._body.limit
-            self.lose(PeerLost(f"{self._instance.name} answered more than {limit} bytes"))
+            self.lose(too_long(self._instance, self._body.limit))
         elif is_first and not self._waits_for_all:
             self._answered()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final
 
 import structlog
@@ -31,7 +30,6 @@ from pdrt.control.legs import (
     Event,
     Failure,
     FinishAnswer,
-    InstanceReplaced,
     JoinedLate,
     LookForAnother,
     OpenDecode,
@@ -39,7 +37,6 @@ from pdrt.control.legs import (
     PairReplaced,
     PrefillDone,
     PrefillFailed,
-    PrefillReplaced,
     Rebind,
     Refuse,
     StartAnswer,
@@ -51,13 +48,13 @@ from pdrt.control.merge import Merge
 from pdrt.control.moving import Mover
 from pdrt.control.passon import DecodeLeg, Way
 from pdrt.control.schema import Leg as LegFields
-from pdrt.control.setbacks import Setback
+from pdrt.control.setbacks import Failed, Setback, culprit_of
+from pdrt.control.substitutes import Substitutes
 from pdrt.control.ticket import Alarm, Client, Ticket, Tools
 from pdrt.control.traces import TRACEPARENT, RequestTrace, Side, Told, note
 from pdrt.control.wire.client import Call
-from pdrt.errors import DeadlinePassed, Overloaded, PdrtError, TransferFailed, Unavailable
+from pdrt.errors import DeadlinePassed, PdrtError, TransferFailed
 
-MAX_TRIES: Final = 3
 TOKEN_SPARE_S: Final = 5.0
 REBIND_EVERY_S: Final = 0.02
 _REBIND: Final = "/internal/rebind"
@@ -90,11 +87,11 @@ class Relay:
         "_merge",
         "_mover",
         "_prefill",
+        "_substitutes",
         "_tasks",
         "_told",
         "_tools",
         "_trace",
-        "_tried",
         "choice",
         "failure",
         "first_byte_at",
@@ -129,11 +126,11 @@ class Relay:
         self._is_busy = False
         self._prefill: list[Leg] = []  # and what joins it to decode
         self._decode: DecodeLeg | None = None
-        self._tried: set[Instance] = set()
+        self._substitutes: Substitutes | None = None  # once a leg has failed
         self._tasks: set[asyncio.Task[None]] = set()
         self._alarm: Alarm | None = None
         self._leg: LegFields | None = None
-        self._mover = Mover(ticket, tools, self.say)
+        self._mover = Mover(ticket, tools)
         self._lines = b"x-request-id: %b\r\n%b" % (ticket.request_id.encode(), ticket.lines)
         self._trace: RequestTrace | None = None
         if tools.tracing is not None and ticket.traceparent is not None:
@@ -254,57 +251,22 @@ class Relay:
             event = PrefillFailed(event.leg, Failure.of(lost))
         if not isinstance(event, PrefillFailed | DecodeFailed):
             return event
+        culprit = culprit_of(event, self.choice)
         if self.route.is_current(event) and not self.route.is_over:
-            self._note_setback(event)
+            self._note_setback(event, culprit)
         if isinstance(event, DecodeFailed) and self.route.may_move(event):
-            return self._mover.considered(event, self.route, self._culprit(event))
-        if not (self.ticket.may_retry and self.route.may_replace(event)):
-            return event
-        if self.route.tries + 1 >= MAX_TRIES:
-            return event
-        try:
-            replaced = self._replaced(event)
-        except (Unavailable, Overloaded):
-            return event
-        log.warning(
-            "retried",
-            request_id=self.ticket.request_id,
-            room=self.route.room,
-            on=str(self.choice),
-            because=str(event.failure.error),
-        )
-        return replaced
-
-    def _replaced(self, event: PrefillFailed | DecodeFailed) -> Event:
-        """Raises Unavailable when there is nobody else."""
-        fleet, pinned = self._tools.fleet, self.ticket.pinned
-        self._tried.add(self._culprit(event))
-        is_kept = self.route.state is not State.HELD  # then decode needs no prefill any more
-        if isinstance(event, PrefillFailed) and not self._tools.is_plain and is_kept:
-            if pinned is not None:
-                raise Unavailable("the client wants this prefill instance")
-            self.choice = fleet.pick_prefill(self.choice.decode, self._tried, self.ticket.ask)
-            return PrefillReplaced(event.leg)
-        room = self._tools.mint_room()
-        choice = fleet.pick(replace(self.ticket.ask, room=room), pinned, self._tried)
-        if (choice.prefill is None) != (self.choice.prefill is None) and not self.choice.local:
-            raise Unavailable("only an instance of another kind is left")
-        self.choice = choice
-        if choice.prefill is not None and self._merge is None:  # decode was to tell all of it
+            return self._mover.considered(event, self.route, culprit)
+        if self._substitutes is None:
+            self._substitutes = Substitutes(self.ticket, self._tools)
+        known, self.choice = self._substitutes.considered(event, self.route, self.choice)
+        if isinstance(known, PairReplaced) and self._merge is None:  # decode was to tell all of it
             self._merge = self.ticket.job.merge(self.ticket.request_id, self._created)
-        return InstanceReplaced(room) if choice.prefill is None else PairReplaced(room)
+        return known
 
-    def _note_setback(self, event: PrefillFailed | DecodeFailed) -> None:
-        culprit, now = self._culprit(event), self._tools.clocks.clock()
+    def _note_setback(self, event: Failed, culprit: Instance) -> None:
+        now = self._tools.clocks.clock()
         self.setbacks.append(Setback(now, self.choice, culprit, event.failure))
         self._tools.fleet.blame(culprit, event.failure)
-
-    def _culprit(self, event: PrefillFailed | DecodeFailed) -> Instance:
-        """Whom to avoid: decode also reports what its prefill side did."""
-        is_transfer = isinstance(event.failure.error, TransferFailed)
-        if self.choice.prefill and (isinstance(event, PrefillFailed) or is_transfer):
-            return self.choice.prefill
-        return self.choice.decode
 
     # Effects.
 
@@ -321,7 +283,7 @@ class Relay:
             case Rebind(leg):
                 self._rebind(leg)
             case LookForAnother(leg):
-                self._mover.look(leg)
+                self._mover.look(leg, self.say)
             case StartAnswer() | FinishAnswer() | BreakAnswer() | Refuse():
                 self._answer(effect)
 

@@ -15,13 +15,13 @@ from typing import Final, Protocol, TypeVar
 from aiohttp import web
 
 from pdrt.control.answer import Answer, Delta
-from pdrt.control.http import Json, cut_off, end_with_error
+from pdrt.control.http import Json, cut_off, request_id_of, say_last
 from pdrt.control.marks import Marks
+from pdrt.control.sse import DONE, END, TYPE, error_event
 from pdrt.errors import Cancelled, PdrtError
 
 T = TypeVar("T")
-EVENTS: Final = {"content-type": "text/event-stream", "cache-control": "no-cache"}
-DONE: Final = b"data: [DONE]\n\n"
+EVENTS: Final = {"content-type": TYPE, "cache-control": "no-cache"}
 _FEW_ODDS: Final = 256
 _PIECE: Final = 256
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once
@@ -109,7 +109,8 @@ class StreamReply:
         if self._is_writing:  # half a chunk is out: its reader would not take an event either
             cut_off(self._request)
         else:
-            await end_with_error(self._request, self._response, error, self._stage)
+            told = error_event(error, request_id_of(self._request), self._stage)
+            await say_last(self._request, self._response, told)
         return self._response
 
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
@@ -138,11 +139,11 @@ def opening_of(voice: Voice, answer: Answer) -> list[bytes]:
 
 
 def event_of(chunk: Json) -> bytes:
-    return b"data: " + _encode(chunk).encode() + b"\n\n"
+    return b"data: " + _encode(chunk).encode() + END
 
 
 def long_event_of(chunk: Json) -> bytes:
-    return b"data: " + long_json_of(chunk) + b"\n\n"
+    return b"data: " + long_json_of(chunk) + END
 
 
 def long_json_of(body: Json) -> bytes:

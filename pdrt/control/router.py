@@ -18,6 +18,7 @@ import uvloop
 from pdrt import garbage, telemetry
 from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
+from pdrt.control.about import About
 from pdrt.control.accounts import Tell, tell_plainly
 from pdrt.control.admin import Admin
 from pdrt.control.dashboard.serve import Dashboard
@@ -59,15 +60,9 @@ def make_router(
     routes = router.routes
     for path in order.PATHS:
         routes.add_stream("POST", path, router.serve)
-    routes.add("GET", "/v1/models", router.models)
-    routes.add("GET", "/v1/models/{name}", router.model)
-    routes.add("GET", "/v1/models/{owner}/{name}", router.model)
     for path in order.TOKEN_PATHS:
         routes.add("POST", path, router.ask_any)
-    routes.add("GET", "/health", router.health)
-    routes.add("GET", "/ready", router.ready)
-    routes.add("GET", "/metrics", router.metrics_text)
-    routes.add("POST", "/admin/drain", router.drain_moved)
+    About(router).add_routes()
     Dashboard(router).add_routes()
     return router
 
@@ -111,7 +106,7 @@ async def administered(router: Router, level: LogLevel | None = None) -> AsyncIt
     listening = listen(host, config.ports.admin)
     router.admin_url = f"http://{bracketed(host)}:{listening.getsockname()[1]}"
     server = Server(
-        Admin(router, router.door, key, level),
+        Admin(router, router.roster, key, level),
         "admin",
         max_body_bytes=1 << 16,
         max_head_bytes=config.security.max_header_bytes,

@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from pdrt.control.http import Json
+from pdrt.control.strict import Strict
 from pdrt.control.structured import ResponseFormat, StructuredOutputs
 from pdrt.control.turns import MAX_TOOLS, MAX_TURNS, Tool, ToolChoice, Turn, check_tools, small
 from pdrt.errors import BadRequest
@@ -102,10 +103,6 @@ Priority = Annotated[int, Field(ge=-1000, le=1000)]
 Host = Annotated[str, Field(min_length=1, max_length=255)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class Drawing(Strict):

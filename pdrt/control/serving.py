@@ -264,10 +264,10 @@ class Serving:
 
     def _held(self, request: web.Request, call: Call) -> AbstractContextManager[str]:
         """A client's request counts for its API key; a leg has been counted by the router."""
-        if self._leader.door is None or call.leg is not None:
+        if self._leader.keydoor is None or call.leg is not None:
             return nullcontext("")
         cost = cost_of(call.order)
-        return self._leader.door.held(request.headers.get("authorization", ""), cost)
+        return self._leader.keydoor.held(request.headers.get("authorization", ""), cost)
 
     @contextmanager
     def _told(self, request: web.Request) -> Iterator[Outcome]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from pdrt.control.fleet import Choice
 from pdrt.control.http import Json
 from pdrt.control.instances import Instance
-from pdrt.control.legs import Failure
+from pdrt.control.legs import DecodeFailed, Failure, PrefillFailed
+from pdrt.errors import TransferFailed
+
+Failed: TypeAlias = PrefillFailed | DecodeFailed
 
 
 @dataclass(slots=True)
@@ -29,3 +33,11 @@ class Setback:
             "message": str(error),
             "stage": error.stage or None,
         }
+
+
+def culprit_of(event: Failed, choice: Choice) -> Instance:
+    """Whom to avoid: decode also reports what its prefill side did."""
+    is_transfer = isinstance(event.failure.error, TransferFailed)
+    if choice.prefill and (isinstance(event, PrefillFailed) or is_transfer):
+        return choice.prefill
+    return choice.decode

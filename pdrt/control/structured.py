@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from pdrt.control.strict import Strict
 from pdrt.messages import Grammar
 
 MAX_BYTES: Final = 1 << 16  # of a schema, regular expression or grammar
 MAX_DEPTH: Final = 64
 MAX_CHOICES: Final = 1024
 ANY_OBJECT: Final = Grammar(kind="json", text='{"type":"object"}')
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 def _schema(value: object) -> object:
@@ -73,7 +70,7 @@ def _written(value: object) -> str:
     return _short(json.dumps(value, separators=(",", ":")))
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """`strict` changes nothing: an answer always is what the schema says."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -82,7 +79,7 @@ class JsonSchema(_Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -99,7 +96,7 @@ class ResponseFormat(_Strict):
         return ANY_OBJECT if self.type == "json_object" else None
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Strict):
     """One of these; vLLM's names."""
 
     json_: Schema | None = Field(None, alias="json")

@@ -12,7 +12,8 @@ from pdrt.control.http import Json, read_json
 from pdrt.control.leader import Leader
 from pdrt.control.order import Chat, parse
 from pdrt.control.reply import long_json_of
-from pdrt.control.schema import Strict, TextPrompt, TokenId, checked
+from pdrt.control.schema import TextPrompt, TokenId, checked
+from pdrt.control.strict import Strict
 from pdrt.errors import BadRequest, NotFound
 
 _FEW: Final = 4096  # tokens, which are written faster than a thread starts

@@ -1,4 +1,4 @@
-"""What a leader tells of its work beside its load: totals that rise, and its workers."""
+"""What a leader tells of its work: what it carries, totals that rise, and its workers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked
 
 _IGNORE = ConfigDict(extra="ignore")
+
+
+@checked(frozen=True, slots=True, kw_only=True, config=_IGNORE)
+class LoadTold:
+    """What a leader carries, all its routers' requests together."""
+
+    tokens: int = 0  # of the requests in hand: prompts, and in decode what may follow them
+    kv_tokens: int = 0  # that its KV pools hold for requests
+    pool_tokens: int = 0  # that they could hold; 0: not known
+    is_full: bool = False  # one more request would be refused with 429
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
 
 
 @checked(frozen=True, slots=True, kw_only=True, config=_IGNORE)

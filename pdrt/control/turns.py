@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from pdrt.control.strict import Strict
 from pdrt.control.structured import check_size
 
 MAX_TURNS: Final = 4096
 MAX_TOOLS: Final = 128
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 def _as_parts(value: object) -> object:
@@ -31,24 +28,24 @@ CallId: TypeAlias = Annotated[str, Field(min_length=1, max_length=256)]
 Schema: TypeAlias = Annotated[dict[str, Any], AfterValidator(small)]
 
 
-class Part(_Strict):
+class Part(Strict):
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(_Strict):
+class CalledFunction(Strict):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str = ""  # JSON, as the model wrote it
 
 
-class ToolCall(_Strict):
+class ToolCall(Strict):
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None  # streams have it, and some clients send it back
 
 
-class Turn(_Strict):
+class Turn(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[list[Part], Field(fail_fast=True)] | None, BeforeValidator(_as_parts)
@@ -72,23 +69,23 @@ class Turn(_Strict):
         return "\n".join(part.text for part in self.content)
 
 
-class Function(_Strict):
+class Function(Strict):
     name: Name
     description: str | None = None
     parameters: Schema | None = None
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(Strict):
     type: Literal["function"]
     function: Function
 
 
-class _Named(_Strict):
+class _Named(Strict):
     name: Name
 
 
-class ChosenTool(_Strict):
+class ChosenTool(Strict):
     type: Literal["function"]
     function: _Named
 

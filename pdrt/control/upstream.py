@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Final, Protocol, TypeAlias
+from collections.abc import Mapping
+from typing import Final, TypeAlias
 
 from pdrt.control.http import error_from_answer, parse_object
 from pdrt.control.instances import Instance, Status, read_status
 from pdrt.control.legs import Failure
-from pdrt.control.wire.client import Call, Client, Lost, Pool, Sink
+from pdrt.control.wire.client import Call, Client, Lost, Sink
 from pdrt.errors import BadMessage, BadRequest, PdrtError, PeerLost, Unavailable
 
 MAX_ERROR_BYTES: Final = 1 << 16
 MAX_STATUS_BYTES: Final = 1 << 18
+_MOST_HEADS: Final = 1 << 14
 
 Headers: TypeAlias = Mapping[bytes, bytes]
 
@@ -24,39 +25,34 @@ class Upstream:
     def __init__(self, client: Client, bearer: str = "") -> None:
         self._client = client
         self._bearer = f"authorization: Bearer {bearer}\r\n".encode() if bearer else b""
-        self._heads: dict[tuple[str, str], tuple[Pool, bytes]] = {}  # by instance and path
+        self._heads: dict[tuple[str, str], bytes] = {}  # by address and path
 
     def post(self, instance: Instance, path: str, body: bytes, lines: bytes, sink: Sink) -> Call:
         """`lines` are header lines of this request."""
-        pool, head = self._heads.get((instance.url, path)) or self._head(instance, path)
-        return pool.send(b"%b%bcontent-length: %d\r\n\r\n" % (head, lines, len(body)), body, sink)
+        head = self._heads.get((instance.where, path)) or self._head(instance.where, path)
+        whole = b"%b%bcontent-length: %d\r\n\r\n" % (head, lines, len(body))
+        return self._client.pool(instance.url).send(whole, body, sink)
 
-    def _head(self, instance: Instance, path: str) -> tuple[Pool, bytes]:
-        pool = self._client.pool(instance.url)
-        head = f"POST {path} HTTP/1.1\r\nhost: {pool.where}\r\ncontent-type: application/json\r\n"
-        found = self._heads[instance.url, path] = pool, head.encode() + self._bearer
+    def _head(self, where: str, path: str) -> bytes:
+        if len(self._heads) >= _MOST_HEADS:  # of members that have long gone, most of them
+            self._heads.clear()
+        head = f"POST {path} HTTP/1.1\r\nhost: {where}\r\ncontent-type: application/json\r\n"
+        found = self._heads[where, path] = head.encode() + self._bearer
         return found
 
     async def get(self, instance: Instance, path: str) -> tuple[int, bytes]:
         """Raises PeerLost; a refused connection counts as the instance's death."""
-        answered: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        head = f"GET {path} HTTP/1.1\r\nhost: {instance.where}\r\n".encode()
+        whole = Whole(instance, MAX_STATUS_BYTES)
+        call = self._client.pool(instance.url).send(b"%b%b\r\n" % (head, self._bearer), b"", whole)
+        return await whole.answer(call)
 
-        def done(status: int, _headers: Headers, body: bytes) -> None:
-            if not answered.done():
-                answered.set_result((status, body))
-
-        def lost(error: PdrtError) -> None:
-            if not answered.done():
-                answered.set_exception(error)
-
-        pool = self._client.pool(instance.url)
-        head = f"GET {path} HTTP/1.1\r\nhost: {pool.where}\r\n".encode()
-        whole = Whole(instance, MAX_STATUS_BYTES, done, lost)
-        whole.call = pool.send(b"%b%b\r\n" % (head, self._bearer), b"", whole)
-        try:
-            return await answered
-        finally:
-            whole.call.cancel()
+    async def ask(
+        self, instance: Instance, path: str, body: bytes, lines: bytes, most: int
+    ) -> tuple[int, bytes]:
+        """The same for a question with a body."""
+        whole = Whole(instance, most)
+        return await whole.answer(self.post(instance, path, body, lines, whole))
 
     async def status(self, instance: Instance) -> Status:
         """What a pdrt leader says of itself. Raises PdrtError."""
@@ -79,53 +75,69 @@ class Upstream:
         return Status(role=instance.role, state="ready")
 
 
-class Done(Protocol):
-    def __call__(self, status: int, headers: Headers, body: bytes, /) -> None: ...
-
-
 class Whole:
-    """Collects an answer; `lost` is told when it breaks off, or is good and over `limit`."""
+    """Collects an answer, up to `limit` if it is a good one. Make it in a loop."""
 
-    __slots__ = (
-        "_done",
-        "_headers",
-        "_instance",
-        "_limit",
-        "_lost",
-        "_parts",
-        "_size",
-        "_status",
-        "call",
-    )
+    __slots__ = ("_answered", "_body", "_instance", "_status")
 
-    def __init__(
-        self, instance: Instance, limit: int, done: Done, lost: Callable[[PdrtError], None]
-    ) -> None:
-        self._instance, self._limit = instance, limit
-        self._done, self._lost = done, lost
-        self._parts: list[bytes] = []
-        self._size = self._status = 0
-        self._headers: Headers = {}
-        self.call: Call | None = None
+    def __init__(self, instance: Instance, limit: int) -> None:
+        self._instance, self._status = instance, 0
+        self._body = Body(limit)
+        self._answered: asyncio.Future[tuple[int, bytes]] = (
+            asyncio.get_running_loop().create_future()
+        )
 
-    def on_head(self, status: int, headers: Headers) -> None:
-        self._status, self._headers = status, headers
+    async def answer(self, call: Call) -> tuple[int, bytes]:
+        """Status and body. Raises PeerLost; the call ends with this."""
+        try:
+            return await self._answered
+        finally:
+            call.cancel()
+
+    def on_head(self, status: int, _headers: Headers) -> None:
+        self._status = status
 
     def on_body(self, data: bytes) -> None:
         self._instance.signs += 1
-        self._size += len(data)
-        if self._size <= self._limit:
-            self._parts.append(data)
-        elif is_good(self._status) and self.call is not None:
-            self.call.cancel()
-            self._lost(PeerLost(f"{self._instance.name} answered more than {self._limit} bytes"))
+        if not self._body.take(data) and is_good(self._status):
+            self._lose(too_long(self._instance, self._body.limit))
 
     def on_end(self) -> None:
-        parts = self._parts
-        self._done(self._status, self._headers, parts[0] if len(parts) == 1 else b"".join(parts))
+        if not self._answered.done():
+            self._answered.set_result((self._status, self._body.whole()))
 
     def on_lost(self, lost: Lost) -> None:
-        self._lost(lost_error(self._instance, lost))
+        self._lose(lost_error(self._instance, lost))
+
+    def _lose(self, error: PdrtError) -> None:
+        if not self._answered.done():
+            self._answered.set_exception(error)
+
+
+class Body:
+    """The bytes of an answer, up to a limit."""
+
+    __slots__ = ("limit", "parts", "size")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.parts: list[bytes] = []
+        self.size = 0
+
+    def take(self, data: bytes) -> bool:
+        """Whether it is within the limit still."""
+        self.size += len(data)
+        if self.size > self.limit:
+            return False
+        self.parts.append(data)
+        return True
+
+    def whole(self) -> bytes:
+        return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
+
+
+def too_long(instance: Instance, limit: int) -> PeerLost:
+    return PeerLost(f"{instance.name} answered more than {limit} bytes")
 
 
 def is_good(status: int) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from pdrt.control.batch import ClientGone
-from pdrt.control.http import cut_off, end_with_error
+from pdrt.control.http import cut_off, request_id_of, say_last
+from pdrt.control.sse import END, TYPE, error_event
 from pdrt.errors import PdrtError
 
 
@@ -17,7 +18,7 @@ class WebClient:
     def __init__(self, request: web.Request, stage: str) -> None:
         self._request, self._stage = request, stage
         self.response: web.StreamResponse | None = None
-        self._ends_event = True
+        self._last = END
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         self.response = web.StreamResponse(status=status, headers=headers)
@@ -32,7 +33,7 @@ class WebClient:
             await self.response.write(chunk)
         except ConnectionError as error:
             raise ClientGone from error
-        self._ends_event = chunk.endswith(b"\n\n")
+        self._last = chunk
 
     async def finish(self) -> None:
         assert self.response is not None, "start comes before finish"
@@ -44,8 +45,9 @@ class WebClient:
     async def break_off(self, error: PdrtError) -> None:
         """An event stream ends with an error event; anything else by breaking the connection."""
         assert self.response is not None, "start comes before break_off"
-        if self.response.content_type != "text/event-stream":
+        if self.response.content_type != TYPE:
             cut_off(self._request)
         else:
-            gap = b"" if self._ends_event else b"\n\n"
-            await end_with_error(self._request, self.response, error, self._stage, gap)
+            request_id = request_id_of(self._request)
+            told = error_event(error, request_id, self._stage, self._last)
+            await say_last(self._request, self.response, told)

@@ -54,12 +54,6 @@ class Grammars:
         """
         self._tokens() if grammar is None else self._fresh(grammar)
 
-    def matcher_for(self, grammar: Grammar, output: Sequence[int]) -> LLMatcher:
-        """As it is after these tokens; one in an error state if they break the grammar."""
-        matcher = self._fresh(grammar)
-        _tell(matcher, output)
-        return matcher
-
     def forbidden(self, draws: Sequence[Draw]) -> Forbidden:
         """What each of these may not say next. `fault` is set where that is not known."""
         rows = np.ones((len(draws), self._vocab), np.uint8)

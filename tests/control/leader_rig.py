@@ -199,7 +199,7 @@ async def rigged(role: Role = "hybrid", **changes: Any) -> AsyncIterator[Rig]:
         limits=replace(Limits(max_model_len=1000, vocab=257), **of_limits),
         key=KEY,
         registry=registry,
-        door=KeyDoor(keys, registry, lambda: 0.0, (), PATHS),
+        keydoor=KeyDoor(keys, registry, lambda: 0.0, (), PATHS),
         status=lambda: {"role": role, "state": "ready"},
         why_not_ready=lambda: rig.not_ready,
         stalled_s=lambda: rig.stalled,

@@ -9,9 +9,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from pdrt.cli import router_settings
 from pdrt.control.admin import Admin
 from pdrt.control.ledger import KEPT
 from pdrt.control.wire.server import Server
+from pdrt.errors import ConfigError
 from pdrt.telemetry import LogLevel
 from tests.control.fake_leader import FakeLeader, Json, after, good, status
 from tests.control.router_rig import KEY, Got, Rig, _got, rig, until
@@ -50,7 +52,7 @@ async def desk(prefill: int = 1, decode: int = 1, **config: object) -> AsyncIter
     async with rig(prefill, decode, **config) as r:  # type: ignore[arg-type]
         level = LogLevel()
         server = Server(
-            Admin(r.router, r.router.door, KEY, level),
+            Admin(r.router, r.router.roster, KEY, level),
             "admin",
             max_body_bytes=1 << 16,
             max_head_bytes=1 << 14,
@@ -206,6 +208,20 @@ async def test_a_listed_one_that_says_goodbye_gets_nothing_new_until_it_is_back(
         assert "leaving" in one.why_not
 
 
+async def test_who_has_left_is_neither_watched_nor_tried_any_more() -> None:
+    async with desk(policy=OPEN) as d, newcomers("decode") as (late,):
+        late.canaries.extend(status(503, "no", "peer_lost") for _ in range(9))
+        await d.register(late)
+        await until(lambda: len(late.seen_canaries) == 1)
+        await until(lambda: bool(d.rig.time.pauses))
+        await d.ask("DELETE", f"/admin/members/{late.target.http}")
+        polled = late.polled
+        d.rig.time.wake()
+        await d.rig.send()
+        assert (len(late.seen_canaries), late.polled) == (1, polled)
+        assert not d.rig.router.fleet.leaving
+
+
 async def test_operators_join_and_remove_members() -> None:
     async with desk() as d, newcomers("decode") as (late,):
         got = await d.ask("POST", "/admin/members", {"role": "decode", "http": late.target.http})
@@ -312,6 +328,14 @@ async def test_draining_and_the_level_of_the_log() -> None:
         assert (got.status, got.json["status"]) == (200, "draining")
         assert d.rig.router.drain_asked.is_set()
         assert (await d.rig.send()).error["code"] == "draining"
+
+
+def test_a_router_without_targets_needs_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="PDRT_POLICY_REGISTRATION"):
+        router_settings(None, {})
+    monkeypatch.setenv("PDRT_POLICY_REGISTRATION", "true")
+    monkeypatch.setenv("PDRT_SECURITY_KEY", KEY.secret.decode())
+    assert router_settings(None, {}).policy.registration
 
 
 @pytest.mark.parametrize(("level", "said"), [("info", True), ("warning", False)])

@@ -730,6 +730,13 @@ async def test_a_hybrid_with_client_keys_asks_for_one(sent: dict[str, str], stat
         assert (await rig.client.get("/v1/models/null", headers=sent)).status == status
 
 
+async def test_what_is_nowhere_is_not_found_by_the_clients_of_a_hybrid() -> None:
+    async with rigged() as rig:
+        response = await rig.client.get("/v1/no-such-path")
+        assert response.status == 404
+        assert (await response.json())["error"]["code"] == "not_found"
+
+
 async def test_without_a_cluster_key_nothing_is_asked_for() -> None:
     async with rigged("prefill", key=None) as rig:
         rig.worker.script = [out("", "prefilled")]

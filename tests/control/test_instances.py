@@ -13,6 +13,7 @@ from pdrt.control.fleet import Fleet
 from pdrt.control.instances import Instance, Status, base_url, read_status, watch
 from pdrt.control.order import Pin
 from pdrt.control.pairs import EVENTS, PAIR, CanaryPassed, CanaryStarted, Trust, feed
+from pdrt.control.policy import Ask, weight_of
 from pdrt.data.peer import Health
 from pdrt.errors import (
     BadMessage,
@@ -381,3 +382,28 @@ async def test_only_registered_instances_can_be_pinned() -> None:
         found.pinned(Pin("10.0.0.1", 3))
     with pytest.raises(NoPrefill):
         found.pick(pinned=found.prefill[1], without={found.prefill[1]})
+
+
+async def test_turns_of_a_conversation_come_to_the_instance_and_rank_that_know_it() -> None:
+    """CASES 66: rooms modulo ranks scattered them."""
+    found = fleet(2, 2)
+    policy = found.config.policy.model_copy(
+        update={"prefill": "prefix_aware", "decode": "prefix_aware"}
+    )
+    found.config = found.config.model_copy(update={"policy": policy})
+    for each in found.prefill:
+        each.heard(Status(role="prefill", state="ready", ready_ranks=(0, 1, 2)))
+    talks = {n: f"conversation {n}: " + f"{n} said " * 100 for n in range(30)}
+    where: dict[int, tuple[object, ...]] = {}
+    moved = 0
+    for _turn in range(4):
+        for n, said in talks.items():
+            choice = found.pick(Ask(prompt=said, weight=weight_of(said)))
+            place = (choice.prefill, choice.dp_rank, choice.decode)
+            moved += where.setdefault(n, place) != place
+            where[n] = place
+            talks[n] = said + f"{n} answered " * 30
+    assert moved <= 4  # of 90
+    assert len({place[:2] for place in where.values()}) == 6  # every rank has its share
+    found.renewed(found.prefill[0])
+    assert found.prefill[0].load.seats == 0

@@ -114,7 +114,7 @@ async def test_a_hybrid_leader_holds_clients_to_their_limits_and_members_to_none
     file = put(tmp_path / "k.toml", bob={"rpm": 1})
     async with rigged() as r:
         security, registry = SecuritySection(api_keys_file=file), CollectorRegistry()
-        r.leader.door = KeyDoor(security, registry, lambda: 0.0, (), {"/generate"})
+        r.leader.keydoor = KeyDoor(security, registry, lambda: 0.0, (), {"/generate"})
         r.worker.script = [out("x", "length")]
         ask = {"prompt": "a"}
         assert (await r.post("/generate", ask)).status == 401

@@ -46,7 +46,6 @@ def test_the_first_registration_joins_and_further_ones_renew() -> None:
     assert kinds(leases.take(said(), 0.0)) == [Joined]
     assert leases.take(said(), 5.0) == []
     assert leases.left_s(said().http, 6.0) == 9.0
-    assert leases.next_end() == 15.0
 
 
 def test_a_lapsed_lease_removes_and_a_renewed_one_does_not() -> None:
@@ -59,7 +58,7 @@ def test_a_lapsed_lease_removes_and_a_renewed_one_does_not() -> None:
     assert "10 s" in left.reason
     assert leases.lapsed(18.9) == []
     assert kinds(leases.lapsed(19.0)) == [Left]
-    assert (len(leases), leases.next_end()) == (0, None)
+    assert not len(leases)
 
 
 def test_a_new_epoch_is_a_new_life_and_an_older_one_is_refused() -> None:

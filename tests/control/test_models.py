@@ -8,9 +8,10 @@ import pytest
 
 from pdrt.config import RouterConfig, Target
 from pdrt.control.fleet import Fleet
-from pdrt.control.instances import Status, Told
+from pdrt.control.instances import Status
 from pdrt.control.pairs import CanaryPassed, CanaryStarted, feed
 from pdrt.control.policy import Ask
+from pdrt.control.told import LoadTold
 from pdrt.errors import BadRequest, NoDecode, NoPrefill, NotFound, Overloaded, Unavailable
 from tests.control.router_rig import rig, until
 
@@ -111,7 +112,7 @@ async def test_an_instance_that_serves_another_model_changes_its_pairs() -> None
 def _say_full(fleet: Fleet, *places: int, is_full: bool = True) -> None:
     for place in places:
         one = fleet.decode[place]
-        said = Status(role="decode", state="ready", model=one.model, load=Told(is_full=is_full))
+        said = Status(role="decode", state="ready", model=one.model, load=LoadTold(is_full=is_full))
         one.heard(said)
 
 

@@ -7,8 +7,9 @@ import json
 
 import pytest
 
-from tests.control.fake_leader import FakeLeader, Play, after, die, hang, prefilled, stream
-from tests.control.router_rig import Rig, rig, until
+from pdrt.control.pairs import CanaryPassed
+from tests.control.fake_leader import FakeLeader, Play, after, die, good, hang, prefilled, stream
+from tests.control.router_rig import NEVER_S, Rig, rig, until
 
 
 class RawClient:
@@ -153,3 +154,53 @@ async def test_three_hundred_clients_that_leave_are_followed_by_one_that_is_serv
             client.leave()
         await r.at_rest()
         assert (await r.send()).status == 200
+
+
+async def test_a_reader_that_stops_for_too_long_is_cut_on_both_legs_and_counted() -> None:
+    chunk = b"data: " + b"x" * 65_528 + b"\n\n"
+    quiet = {"heartbeat_s": NEVER_S, "heartbeat_timeout_s": NEVER_S}
+    async with rig(timeouts={**quiet, "slow_reader_s": 5.0}) as r:
+        r.prefill[0].plays.append(hang)
+        r.decode[0].plays.append(stream(*[chunk] * 512))
+        client = await RawClient.send(r)
+        await client.reader.read(1)
+        relay = next(iter(r.router.relays))
+        await until(lambda: relay.has_begun and any(each.is_full for each in r.server.all))
+        for seconds in (1, 4):  # it is seen to stand still from the first look on
+            r.server.look(r.server.now + seconds)
+        assert r.router.relays
+        r.server.look(r.server.now + 2)
+        await _all_gone(r.prefill[0], r.decode[0])
+        await r.at_rest()
+        text = (await r.get("/metrics")).body.decode()
+        assert "pdrt_router_slow_readers_total 1.0" in text
+        client.leave()
+
+
+async def test_a_fault_of_ours_is_a_typed_error_and_lets_both_legs_go() -> None:
+    async with rig() as r:
+        r.prefill[0].plays.append(hang)
+        r.decode[0].plays.append(hang)
+        asked = r.sending()
+        await r.prefill[0].nth(1)
+        await r.decode[0].nth(1)
+        relay = next(iter(r.router.relays))
+        relay.say(CanaryPassed())  # type: ignore[arg-type]
+        got = await asked
+        assert (got.status, got.error["code"]) == (500, "internal")
+        await _all_gone(r.prefill[0], r.decode[0])
+        await r.at_rest()
+
+
+async def test_requests_sent_ahead_on_one_connection_are_relayed_in_turn() -> None:
+    async with rig() as r:
+        for text in ("one", "two", "three"):
+            r.decode[0].plays.append(good({"output": text}))
+        client = await RawClient.send(r, stream=False)
+        body = json.dumps({"prompt": "hi"}).encode()
+        head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        client.writer.write((head + body) * 2)
+        for text in ("one", "two", "three"):
+            await client.reader.readuntil(json.dumps({"output": text}).encode())
+        client.leave()
+        await r.at_rest()

@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pdrt.control.marks import DONE
 from pdrt.control.moving import LOOK_EVERY_S
+from pdrt.control.sse import DONE
 from tests.control.fake_leader import FakeLeader, Play, die, hang, status, stream
 from tests.control.router_rig import Rig, rig, until
 

@@ -180,7 +180,7 @@ async def test_fewer_seconds_can_be_asked_for() -> None:
         r.time.now += 60
         assert len((await view(r))["series"]["tokens_per_s"]) == 60
         assert len((await view(r, "?seconds=5"))["series"]["tokens_per_s"]) == 5
-        for odd in ("0", "301", "-1", "1e3", "x", "²"):
+        for odd in ("0", "301", "-1", "1e3", "x", "²", "9" * 5000):
             got = await r.get(f"/overview?seconds={odd}")
             assert (got.status, got.error["code"]) == (400, "bad_request")
 

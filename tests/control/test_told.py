@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdrt.control.instances import Told, read_status
-from pdrt.control.told import WorkerTold
+from pdrt.control.instances import read_status
+from pdrt.control.told import LoadTold, WorkerTold
 from pdrt.errors import BadMessage
 
 SAID = {
@@ -19,7 +19,7 @@ SAID = {
 
 def test_the_load_and_the_totals_and_the_workers_are_read() -> None:
     status = read_status(SAID)
-    assert status.load == Told(running=3, waiting=1, blocks_used=5, blocks_total=9)
+    assert status.load == LoadTold(running=3, waiting=1, blocks_used=5, blocks_total=9)
     assert (status.totals.at, status.totals.tokens_out, status.totals.retractions) == (12.5, 70, 0)
     assert status.workers == (
         WorkerTold(rank="0,0,0", state="ready", transports={"tcp://a:1#7.8": "shm"}),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pdrt.control.wire.client import IDLE_S, MAX_HEAD_BYTES, Call, Client, Lost, Pool
+from pdrt.control.wire.client import FORGET_S, IDLE_S, MAX_HEAD_BYTES, Call, Client, Lost, Pool
 
 Play = Callable[["Peer"], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -273,6 +273,23 @@ async def test_idle_connections_end() -> None:
         assert r.pool.open == 1
         r.pool.look(now + IDLE_S + 1)
         assert await peer.is_gone()
+
+
+async def test_an_address_that_nobody_calls_any_more_is_forgotten() -> None:
+    """Members come and go for as long as the router lives."""
+    async with rig() as r:
+        _, sink = r.ask()
+        peer = await r.peer()
+        peer.say(OK)
+        await sink.over.wait()
+        pool, now = r.pool, asyncio.get_running_loop().time()
+        r.client.look(now + 2 * FORGET_S)  # its connection was idle, and ends
+        assert r.pool is pool
+        assert await peer.is_gone()
+        r.client.look(now + 3 * FORGET_S - 1)
+        assert r.pool is pool
+        r.client.look(now + 3 * FORGET_S + 1)
+        assert r.pool is not pool
 
 
 async def test_a_paused_call_reads_no_more_until_it_is_resumed() -> None:

@@ -169,5 +169,6 @@ class Load:
 
 
 def _tokens(stream: str) -> int:
-    chunks = [line.removeprefix("data: ") for line in stream.splitlines() if "data: {" in line]
+    lines = stream.split("\n")  # texts may have other line breaks in them
+    chunks = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
     return sum(len(json.loads(chunk).get("output_ids", [])) for chunk in chunks)

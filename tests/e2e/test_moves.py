@@ -24,7 +24,7 @@ SETTINGS: Tables = {
     "device": {"kind": "null", "step_ms": 20},
     "scheduler": {"max_prefill_tokens": 64, "kv_memory": 1 << 20, "prefix_cache": True},
 }
-ROUTER: Tables = {"timeouts": {"move_s": 90.0, "drain_s": 5.0}}  # a busy machine restarts slowly
+ROUTER: Tables = {"timeouts": {**PATIENT["timeouts"], "move_s": 90.0}}  # restarts are slow here
 PROMPT = list(range(200))
 TOKENS = 24
 DRAWN = {"temperature": 1.0, "seed": 11, "repetition_penalty": 1.3, "presence_penalty": 0.5}
@@ -126,6 +126,10 @@ async def kill(cluster: Cluster, victim: str) -> None:
     raise AssertionError("nobody decodes")
 
 
+def odds_of(read: Read) -> list[float]:
+    return [one["logprob"] for one in read.odds[0]]
+
+
 async def until_both(cluster: Cluster) -> None:
     """Until each decode instance has served since it came back."""
 
@@ -208,7 +212,7 @@ async def test_a_stop_string_that_was_half_said_is_completed_by_another_instance
 async def test_an_answer_that_is_not_streamed_starts_over_and_is_the_same(
     cluster: Cluster,
 ) -> None:
-    body = {"prompt": PROMPT, "sampling_params": PARAMS}
+    body = {"prompt": PROMPT, "sampling_params": {**PARAMS, "max_tokens": 8 * TOKENS}}
     whole = await cluster.post("/generate", body)
     pending = asyncio.ensure_future(cluster.post("/generate", body))
 
@@ -218,7 +222,7 @@ async def test_an_answer_that_is_not_streamed_starts_over_and_is_the_same(
     await cluster.until(decodes, "it decodes")
     await kill(cluster, "worker")
     again = await pending
-    assert (again.ids, again.body["usage"]["completion_tokens"]) == (whole.ids, TOKENS)
+    assert (again.ids, again.body["usage"]["completion_tokens"]) == (whole.ids, 8 * TOKENS)
     await cluster.until_baseline()
 
 
@@ -246,9 +250,10 @@ async def test_many_streams_move_at_once(cluster: Cluster) -> None:
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("temperature", [0, 0.9])
 async def test_streams_of_a_real_model_move(tmp_path: Path, temperature: float) -> None:
-    """Greedy and seeded."""
+    """Greedy and seeded; a prompt's step and a decode step round their sums apart (CASES 89)."""
     from tests.device import tiny
     from tests.e2e.test_models import settings, write_tokenizer
 
@@ -263,6 +268,8 @@ async def test_streams_of_a_real_model_move(tmp_path: Path, temperature: float) 
         await read(cluster, "/generate", body)
         plain = await read(cluster, "/generate", body)
         survived = await read(cluster, "/generate", body, 5, "worker")
-        assert survived.ids == plain.ids
-        assert survived.same() == plain.same()
+        assert (survived.ids, survived.texts) == (plain.ids, plain.texts)
+        assert (survived.ends, survived.usage) == (plain.ends, plain.usage)
+        assert odds_of(survived) == pytest.approx(odds_of(plain), abs=1e-3)
+        assert len(odds_of(plain)) == 300
         assert await moved(cluster) == 1

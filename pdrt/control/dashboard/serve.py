@@ -5,6 +5,7 @@ The promise: however many look on, the router makes an overview twice a second a
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from pdrt import __version__
@@ -19,6 +20,7 @@ from pdrt.errors import BadRequest
 
 FRESH_S: Final = 0.5  # whoever asks again within it is given the same
 _MOST_KEPT: Final = 4  # lengths of the series that are asked for at a time
+_DIGITS: Final = re.compile("[0-9]{1,9}")
 _HEADERS: Final = (("cache-control", "no-store"),)
 
 
@@ -39,9 +41,9 @@ class Dashboard:
     async def overview(self, request: Request) -> Reply:
         """`?seconds=N`: only the last N of the series."""
         asked, now = request.asked("seconds"), self._router.clocks.clock()
-        if asked and not (asked.isascii() and asked.isdigit() and 1 <= int(asked) <= SECONDS):
+        seconds = int(asked) if _DIGITS.fullmatch(asked) else 0 if asked else SECONDS
+        if not 1 <= seconds <= SECONDS:
             raise BadRequest(f"seconds: {asked[:40]!r} is no whole number from 1 to {SECONDS}")
-        seconds = int(asked) if asked else SECONDS
         made_at, reply = self._kept.get(seconds, (now - FRESH_S, None))
         if reply is None or now - made_at >= FRESH_S:
             reply = Reply.json(self._made(seconds), headers=_HEADERS)

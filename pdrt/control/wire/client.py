@@ -20,6 +20,7 @@ from pdrt.control.http import cause_of
 
 IDLE_S: Final = 15.0  # below any leader's own limit: a connection that it is closing is not reused
 LOOK_EVERY_S: Final = 1.0
+FORGET_S: Final = 600.0  # an address without connections
 _SHORT: Final = 1 << 16  # bytes: to join them costs less than to write twice
 MAX_HEAD_BYTES: Final = 1 << 16
 
@@ -240,6 +241,7 @@ class Pool:
         self._free: list[Connection] = []
         self._all: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._quiet_since = clock()
 
     def send(self, head: bytes, body: bytes, sink: Sink) -> Call:
         call = Call(sink)
@@ -296,6 +298,12 @@ class Pool:
             else:
                 each.close()
         self._free = kept
+        if self._all or self._tasks:
+            self._quiet_since = now
+
+    def is_forgotten(self, now: float) -> bool:
+        """Whether there has been no connection for long: who was called there has gone."""
+        return now - self._quiet_since > FORGET_S
 
     @property
     def open(self) -> int:
@@ -327,9 +335,14 @@ class Client:
         return found
 
     def _look(self) -> None:
-        for pool in self._pools.values():
-            pool.look(self._loop.time())
+        self.look(self._loop.time())
         self._next_look = self._loop.call_later(LOOK_EVERY_S, self._look)
+
+    def look(self, now: float) -> None:
+        for url, pool in tuple(self._pools.items()):
+            pool.look(now)
+            if pool.is_forgotten(now):
+                del self._pools[url]
 
     async def close(self) -> None:
         self._next_look.cancel()

@@ -7,18 +7,18 @@ harms nothing; so its callers need not look first.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
-from pdrt.control.http import PATH_HEADER, error_body
+from pdrt.control.http import PATH_HEADER
+from pdrt.control.sse import END, TYPE, error_event
 from pdrt.control.wire.reply import Fields, Reply, lines, status_line
 from pdrt.control.wire.request import Request
 from pdrt.errors import PdrtError
 
 NO_PATH: Final = "none"  # refused before any instance was chosen
-_EVENTS: Final = b"text/event-stream"
+_EVENTS: Final = TYPE.encode()
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 _PATH: Final = PATH_HEADER.encode()
 
@@ -99,7 +99,7 @@ class Exchange:
         self.on_piece: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._is_chunked = False
-        self._last = b"\n\n"  # the last chunk
+        self._last = END  # the last chunk
         self._head = b""  # not sent yet
 
     @property
@@ -175,11 +175,7 @@ class Exchange:
         if not self.is_events:
             self._end(is_whole=False)
             return
-        gap = (
-            b"" if self._last.endswith(b"\n\n") else b"\n\n"
-        )  # ends an event that was half written
-        told = json.dumps(error_body(error, self.request.id, self.stage))
-        self.write(gap + f"event: error\ndata: {told}\n\n".encode())
+        self.write(error_event(error, self.request.id, self.stage, self._last))
         self.finish()
 
     def fail(self) -> None:

@@ -22,8 +22,8 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Door:
-    """The fleet's door. `run` is its only task."""
+class Roster:
+    """The fleet's members, and who changes them. `run` is its only task."""
 
     fleet: Fleet
     leases: Leases
