@@ -48,8 +48,8 @@ async def test_the_router_keeps_the_bounds_of_a_fault(row: Row, ground: Ground) 
 
 # What is not kept yet, with the reason.
 KNOWN = {
-    "decode stopped in mid-stream": "its death is known after 1.5 s, and then the stream waits 1.5 s"
-    " for another instance that may go on with it",
+    "decode stopped in mid-stream": "its death is known after 1.5 s, then its stream waits 1.5 s"
+    " for another instance to go on with it",
 }
 
 
