@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdrt.control import openai
 from pdrt.control.fleet import listed
 from pdrt.control.front import Router
 from pdrt.control.http import Json
@@ -56,14 +57,18 @@ class About:
         }
 
     async def models(self, _request: Request) -> Reply:
-        return Reply.json({"object": "list", "data": self._router.fleet.told_models()})
+        served = self._router.fleet.models
+        return Reply.json(openai.models([self._model(name) for name in served]))
 
     async def model(self, request: Request) -> Reply:
         named = "/".join(request.params.values())  # a model's name may have an owner's before it
-        for told in self._router.fleet.told_models():
-            if told["id"] == named:
-                return Reply.json(told)
-        raise NotFound(f"model {named!r} is not served here; {listed(self._router.fleet.models)}")
+        served = self._router.fleet.models
+        if named not in served:
+            raise NotFound(f"model {named!r} is not served here; {listed(served)}")
+        return Reply.json(self._model(named))
+
+    def _model(self, name: str) -> Json:
+        return openai.model(name, 0, self._router.fleet.length_of(name))
 
     async def metrics_text(self, _request: Request) -> Reply:
         router, metrics = self._router, self._router.metrics

@@ -11,6 +11,7 @@ from aiohttp.typedefs import Handler, Middleware
 from pdrt.control import openai
 from pdrt.control.http import (
     PATH_HEADER,
+    Json,
     add_request_id,
     check_bearer,
     error_middleware,
@@ -77,16 +78,17 @@ class _Operation:
         return metrics_response(self._leader.registry)
 
     async def models(self, _request: web.Request) -> web.Response:
-        leader = self._leader
-        body = openai.models(leader.model, self._created, leader.limits.max_model_len)
-        return web.json_response(body)
+        return web.json_response(openai.models([self._model()]))
 
     async def model(self, request: web.Request) -> web.Response:
         leader, name = self._leader, request.match_info["name"]
         if name != leader.model:
             raise NotFound(f"model {name!r} is not served here; {leader.model!r} is")
-        body = openai.model(name, self._created, leader.limits.max_model_len)
-        return web.json_response(body)
+        return web.json_response(self._model())
+
+    def _model(self) -> Json:
+        leader = self._leader
+        return openai.model(leader.model, self._created, leader.limits.max_model_len)
 
     async def status(self, _request: web.Request) -> web.Response:
         return web.json_response(self._leader.status())

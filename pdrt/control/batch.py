@@ -8,31 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from pdrt.control.http import PATH_HEADER
 from pdrt.control.join import Joiner
+from pdrt.control.reader import ClientGone, Reader
 from pdrt.errors import PdrtError
 
 _OWN: Final = frozenset({"content-length"})  # of a part, not of the whole
-
-
-class ClientGone(Exception):
-    """The client's connection is closed."""
-
-
-class Reader(Protocol):
-    """Who reads the answer. `write` waits while the reader is slow; all may raise ClientGone."""
-
-    async def start(self, status: int, headers: Mapping[str, str]) -> None: ...
-
-    async def write(self, chunk: bytes) -> None: ...
-
-    async def finish(self) -> None: ...
-
-    async def break_off(self, error: PdrtError) -> None:
-        """Part of the answer is out: say that no more will come, and why."""
-        ...
 
 
 class Batch:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeAlias
 
-from pdrt.control.batch import Batch, ClientGone, Reader
+from pdrt.control.batch import Batch
 from pdrt.control.http import PATH_HEADER
 from pdrt.control.job import OrderJob
 from pdrt.control.join import Joiner
 from pdrt.control.order import Order
+from pdrt.control.reader import ClientGone, Reader
 from pdrt.control.relay import Relay
 from pdrt.control.ticket import Client, Ticket
 from pdrt.control.wire.exchange import NO_PATH, Exchange

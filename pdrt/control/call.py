@@ -15,7 +15,7 @@ from pdrt.control.leader import Leader
 from pdrt.control.likely import MAX_PROMPT_ODDS
 from pdrt.control.order import Dialect, Order, parse, split_leg
 from pdrt.control.resume import said_of
-from pdrt.control.schema import Leg, PrefillAgain, RebindRequest
+from pdrt.control.schema import LegFields, PrefillAgain, RebindRequest
 from pdrt.errors import BadRequest, NotFound, Unauthorized
 from pdrt.messages import Rebind, Source, Submit, pack_ids
 
@@ -25,7 +25,7 @@ class Call:
     """(room, attempt) is its wire identity; `deadline` is on the leader's clock."""
 
     order: Order
-    leg: Leg | None
+    leg: LegFields | None
     request_id: str
     room: int
     attempt: int
@@ -169,14 +169,14 @@ def _check_client(leader: Leader, order: Order) -> None:
         raise BadRequest(f"bootstrap_host: no prefill instance {host}:{port} is known here")
 
 
-def _path(leader: Leader, leg: Leg | None) -> str:
+def _path(leader: Leader, leg: LegFields | None) -> str:
     if leg is not None and leg.path is not None:
         return leg.path
     is_alone = leader.role == "decode" and leg is not None and leg.bootstrap_host is None
     return "local" if is_alone or leader.role == "hybrid" else "disagg"
 
 
-def _source(leader: Leader, leg: Leg | None) -> Source | None:
+def _source(leader: Leader, leg: LegFields | None) -> Source | None:
     if leader.role != "decode" or leg is None:
         return None
     if leg.bootstrap_host is None or leg.bootstrap_port is None:

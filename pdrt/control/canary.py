@@ -9,7 +9,7 @@ from typing import Final
 import structlog
 
 from pdrt.control import order
-from pdrt.control.fleet import Choice
+from pdrt.control.choice import Choice
 from pdrt.control.http import CANARY_HEADER
 from pdrt.control.job import OrderJob
 from pdrt.control.pairs import (

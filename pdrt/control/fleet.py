@@ -15,13 +15,14 @@ from pdrt.config import Role, RouterConfig, Target
 from pdrt.control.breaker import Circuit, FaultedTooOften, PauseOver, Served
 from pdrt.control.breaker import Faulted as InstanceFaulted
 from pdrt.control.breaker import feed as feed_breaker
+from pdrt.control.choice import Because, Choice
 from pdrt.control.instances import ANY, Instance, Probe, reasons, watch
 from pdrt.control.legs import Failure
 from pdrt.control.order import Pin
 from pdrt.control.pairs import Faulted, Pair, Renewed, feed
-from pdrt.control.policy import Ask, Picked, choose, note_given
+from pdrt.control.policy import Ask, choose, note_given
 from pdrt.control.prefixes import Prefixes
-from pdrt.control.views import Candidates, Excluded, View, any_grade, grade, set_scales, view_of
+from pdrt.control.views import Excluded, View, any_grade, grade, set_scales, view_of
 from pdrt.errors import (
     BadRequest,
     Draining,
@@ -36,38 +37,6 @@ from pdrt.errors import (
 _MODELS: Final = 1024  # remembered of those that have gone
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)  # not frozen: that takes thrice as long to make, and requests wait
-class Because:
-    """Why these were chosen; told when somebody asks."""
-
-    ask: Ask
-    prefill: tuple[Candidates, Picked] | None = None
-    decode: tuple[Candidates, Picked] | None = None
-
-    def told(self) -> dict[str, object]:
-        sides = {"prefill": self.prefill, "decode": self.decode}
-        told: dict[str, object] = {"weight": self.ask.weight}
-        for name, side in sides.items():
-            if side is not None:
-                told[name] = side[1].told(side[0].names, self.ask)
-        return told
-
-
-@dataclass(slots=True)
-class Choice:
-    """Who serves a request; `prefill` is None when a hybrid instance serves it alone."""
-
-    prefill: Instance | None
-    decode: Instance
-    dp_rank: int = 0
-    fallback: str = ""  # why a hybrid serves although there are prefill instances
-    because: Because | None = field(default=None, repr=False)
-    local: str = ""  # why decode computes the prompt itself
-
-    def __str__(self) -> str:
-        return " + ".join(each.name for each in (self.prefill, self.decode) if each)
 
 
 @dataclass(slots=True)
@@ -360,19 +329,11 @@ class Fleet:
 
     # Models.
 
-    def told_models(self) -> list[dict[str, object]]:
-        """For /v1/models; a length that differs is told as the least that holds everywhere."""
-        told: list[dict[str, object]] = []
-        for name in self.models:
-            lengths = [
-                each.status.max_model_len
-                for each in self.instances
-                if each.status and each.model == name and each.status.max_model_len
-            ]
-            model: dict[str, object] = {"id": name, "object": "model", "created": 0}
-            model |= {"owned_by": "pdrt"}
-            told.append(model | ({"max_model_len": min(lengths)} if lengths else {}))
-        return told
+    def length_of(self, model: str) -> int:
+        """How long its prompt and answer may be everywhere; 0: nobody has said."""
+        statuses = [each.status for each in self.instances if each.model == model]
+        lengths = [status.max_model_len for status in statuses if status and status.max_model_len]
+        return min(lengths, default=0)
 
     def _view(self, model: str) -> View:
         """Those who serve the model. Raises NotFound, BadRequest or Unavailable."""

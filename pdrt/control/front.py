@@ -20,9 +20,10 @@ from pdrt.control.askany import ask_any
 from pdrt.control.batched import carry_batch
 from pdrt.control.canary import try_pairs
 from pdrt.control.chance import Chance
+from pdrt.control.choice import Choice
 from pdrt.control.claims import claim, release
 from pdrt.control.cors import Cors
-from pdrt.control.fleet import Choice, Fleet
+from pdrt.control.fleet import Fleet
 from pdrt.control.gate import AUTHORIZATION
 from pdrt.control.job import Job, OrderJob, PlainJob, cost_of
 from pdrt.control.keydoor import Entry, KeyDoor
@@ -41,7 +42,7 @@ from pdrt.control.ticket import Client, Clocks, Ticket, Tools, ring_later
 from pdrt.control.traces import TRACEPARENT, Tracing
 from pdrt.control.tracing import open_tracing
 from pdrt.control.upstream import Upstream
-from pdrt.control.wire.client import Client as HttpClient
+from pdrt.control.wire.client import Pools
 from pdrt.control.wire.exchange import Exchange
 from pdrt.control.wire.reply import Reply
 from pdrt.control.wire.request import Request
@@ -128,13 +129,13 @@ class Router:
     async def lifetime(self) -> AsyncIterator[None]:
         """Connections to instances and watchers live exactly as long as this."""
         timeouts = self.config.timeouts
-        client = HttpClient(timeouts.connect_s)
+        pools = Pools(timeouts.connect_s)
         loop, clocks = asyncio.get_running_loop(), self.clocks
         if clocks.alarm is ring_later:  # to ask for the loop costs as much as the alarm
             clocks = replace(clocks, alarm=loop.call_later)
         self.tools = Tools(
             fleet=self.fleet,
-            upstream=Upstream(client, self.key.bearer() if self.key else ""),
+            upstream=Upstream(pools, self.key.bearer() if self.key else ""),
             key=self.key,
             mint_room=self.mint_room,
             clocks=clocks,
@@ -151,7 +152,7 @@ class Router:
             self.watching.cancel()
             with suppress(asyncio.CancelledError):
                 await self.watching
-            await client.close()
+            await pools.close()
             if self.tracing is not None:
                 await asyncio.to_thread(self.tracing.close)
 

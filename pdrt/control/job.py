@@ -11,7 +11,7 @@ from pdrt.control.http import Json
 from pdrt.control.merge import Merge
 from pdrt.control.order import Chat, Order, Pin, leg_body
 from pdrt.control.policy import weight_of
-from pdrt.control.schema import Leg
+from pdrt.control.schema import LegFields
 
 UNNAMED_TOKENS: Final = 256  # that an answer is taken to have when nobody says how many
 _STREAMING: Final = frozenset({"stream", "stream_options"})
@@ -29,7 +29,7 @@ class Meeting(Protocol):
     @property
     def bootstrap(self) -> tuple[str, int] | None: ...
 
-    def leg(self) -> Leg:
+    def leg(self) -> LegFields:
         """All that pdrt's leaders are told of it."""
         ...
 

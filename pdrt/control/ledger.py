@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdrt.control.fleet import Choice
+from pdrt.control.choice import Choice
 from pdrt.control.http import Json
 from pdrt.control.legs import Route
 from pdrt.control.relay import Relay

@@ -12,12 +12,12 @@ from typing import Final
 
 import structlog
 
-from pdrt.control.fleet import Choice
+from pdrt.control.choice import Choice
 from pdrt.control.instances import Instance, Status
 from pdrt.control.legs import DecodeFailed, Event, Failure, Moved, Route, State, Stranded
 from pdrt.control.marks import MARK, Heard
 from pdrt.control.policy import Ask
-from pdrt.control.schema import Resumed
+from pdrt.control.schema import Resumed, checked
 from pdrt.control.sse import DONE
 from pdrt.control.ticket import Alarm, Ticket, Tools
 from pdrt.errors import BadMessage, PdrtError, PeerLost
@@ -71,17 +71,18 @@ class Moving:
         return DONE
 
     def next_leg(self) -> Resumed:
-        """What the next instance has to know. Raises BadMessage when that is not known."""
+        """What the next instance has to know. Raises PdrtError where that is not known."""
         if not self.is_marked:
             raise BadMessage("decode did not say which tokens its events tell")
         self.heard.forget_part()
-        return Resumed.model_validate(
+        return checked(
+            Resumed,
             {
                 "choices": self.heard.choices(),
                 "cached_tokens": self.heard.cached_tokens,
                 "elapsed_s": max(self.clock() - self.began, 0.0),
                 "first_s": max(self.first_at - self.began, 0.0),
-            }
+            },
         )
 
 

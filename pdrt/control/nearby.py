@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
-from pdrt.control.fleet import Choice
+from pdrt.control.choice import Choice
 from pdrt.control.prefixes import share_of
 
 Wanted: TypeAlias = int | Literal["auto"]

@@ -128,16 +128,12 @@ def _usage(counts: Json) -> Json:
     }
 
 
-def models(name: str, created: int, max_model_len: int) -> Json:
-    """The list for /v1/models: an instance serves one model."""
-    return {"object": "list", "data": [model(name, created, max_model_len)]}
+def models(told: Sequence[Json]) -> Json:
+    """The list for /v1/models."""
+    return {"object": "list", "data": list(told)}
 
 
 def model(name: str, created: int, max_model_len: int) -> Json:
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "pdrt",
-        "max_model_len": max_model_len,
-    }
+    """Of a length that is not known (0) nothing is said."""
+    told: Json = {"id": name, "object": "model", "created": created, "owned_by": "pdrt"}
+    return told | ({"max_model_len": max_model_len} if max_model_len else {})

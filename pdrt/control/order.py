@@ -23,7 +23,7 @@ from pdrt.control.schema import (
     Envelope,
     GenerateDrawing,
     GenerateRequest,
-    Leg,
+    LegFields,
     PrefillAgain,
     RebindRequest,
     checked,
@@ -157,7 +157,7 @@ class Order:
         )
 
 
-def parse(dialect: Dialect, body: Json, leg: Leg | None = None) -> Order:
+def parse(dialect: Dialect, body: Json, leg: LegFields | None = None) -> Order:
     """The order in a client's body, or a leg's. Raises BadRequest that names the field."""
     match dialect:
         case "generate":
@@ -393,7 +393,7 @@ _MODELS: Final[Mapping[Dialect, type[Envelope]]] = {
 }
 
 
-def leg_body(side: Role, order: Order, leg: Leg, seed: int) -> Json:
+def leg_body(side: Role, order: Order, leg: LegFields, seed: int) -> Json:
     """What one leader is sent: the fields of the client's that it needs, and the leg's.
 
     `seed` is used when the client gave none, the same for both legs: they draw alike.
@@ -422,12 +422,12 @@ def leg_body(side: Role, order: Order, leg: Leg, seed: int) -> Json:
     return body | fields
 
 
-def split_leg(body: Json) -> tuple[Json, Leg | None]:
+def split_leg(body: Json) -> tuple[Json, LegFields | None]:
     """A leader's body as the client's fields and the leg's, if it is one. Raises BadRequest."""
     if _LEG_MARK not in body:
         return body, None
-    names = Leg.model_fields.keys()
-    leg = checked(Leg, {k: v for k, v in body.items() if k in names})
+    names = LegFields.model_fields.keys()
+    leg = checked(LegFields, {k: v for k, v in body.items() if k in names})
     return {k: v for k, v in body.items() if k not in names}, leg
 
 

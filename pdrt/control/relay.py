@@ -15,8 +15,8 @@ from typing import Final
 import structlog
 
 from pdrt.config import Role
+from pdrt.control.choice import Choice
 from pdrt.control.exchange import JoinLeg, Leg, PrefillLeg, Work
-from pdrt.control.fleet import Choice
 from pdrt.control.http import Json
 from pdrt.control.instances import Hold, Instance
 from pdrt.control.legs import (
@@ -47,7 +47,7 @@ from pdrt.control.legs import (
 from pdrt.control.merge import Merge
 from pdrt.control.moving import Mover
 from pdrt.control.passon import DecodeLeg, Way
-from pdrt.control.schema import Leg as LegFields
+from pdrt.control.schema import LegFields
 from pdrt.control.setbacks import Failed, Setback, culprit_of
 from pdrt.control.substitutes import Substitutes
 from pdrt.control.ticket import Alarm, Client, Ticket, Tools

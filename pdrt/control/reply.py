@@ -1,4 +1,4 @@
-"""How an answer goes out over HTTP: one JSON body, or server-sent events as it grows.
+"""How an answer goes out: one JSON body, or server-sent events as it grows.
 
 The promise: no byte is sent before the first output is here, so an error before it has its own
 status; a stream that has begun ends with a finish chunk and `[DONE]`, or with an error event.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from aiohttp import web
-
 from pdrt.control.answer import Answer, Delta
-from pdrt.control.http import Json, cut_off, request_id_of, say_last
+from pdrt.control.http import Json
 from pdrt.control.marks import Marks
-from pdrt.control.sse import DONE, END, TYPE, error_event
+from pdrt.control.reader import ClientGone, Reader
+from pdrt.control.sse import DONE, END, TYPE
 from pdrt.errors import Cancelled, PdrtError
 
 T = TypeVar("T")
@@ -38,32 +38,38 @@ class Voice(Protocol):
 
 
 class Reply(Protocol):
-    """Where an answer is said, bit by bit."""
+    """How an answer is said to its reader, bit by bit. Raises Cancelled when the reader is gone."""
 
     async def say(self, delta: Delta, answer: Answer) -> None: ...
 
-    async def end(self, answer: Answer) -> web.StreamResponse | None:
-        """What was answered; None for a part of an answer."""
-        ...
+    async def end(self, answer: Answer) -> None: ...
 
-    async def fail(self, error: PdrtError) -> web.StreamResponse | None:
+    async def fail(self, error: PdrtError) -> None:
         """Tell an error in the answer's own form; raises it when nothing has been said."""
         ...
 
 
 class WholeReply:
-    def __init__(self, voice: Voice) -> None:
-        self._voice = voice
+    def __init__(self, reader: Reader, voice: Voice) -> None:
+        self._reader, self._voice = reader, voice
+        self._has_begun = False
 
     async def say(self, delta: Delta, answer: Answer) -> None:
         """Nothing is said before the end."""
 
-    async def end(self, answer: Answer) -> web.StreamResponse:
+    async def end(self, answer: Answer) -> None:
         body = await beside(lambda: long_json_of(self._voice.whole(answer)), answer)
-        return web.Response(body=body, content_type="application/json")
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        self._has_begun = True
+        with _reader_is_there():
+            await self._reader.start(200, headers)
+            await self._reader.write(body)
+            await self._reader.finish()
 
-    async def fail(self, error: PdrtError) -> web.StreamResponse:
-        raise error
+    async def fail(self, error: PdrtError) -> None:
+        if not self._has_begun:
+            raise error
+        await self._reader.break_off(error)
 
 
 class StreamReply:
@@ -72,61 +78,49 @@ class StreamReply:
 
     def __init__(
         self,
-        request: web.Request,
+        reader: Reader,
         voice: Voice,
-        stage: str,
         marks: Marks | None = None,
         *,
         resumed: bool = False,
     ) -> None:
-        self._request, self._voice, self._stage = request, voice, stage
+        self._reader, self._voice = reader, voice
         self._marks, self._resumed = marks, resumed
-        self._response: web.StreamResponse | None = None
-        self._is_writing = False  # and the client is not taking it
+        self._has_begun = False
 
     async def say(self, delta: Delta, answer: Answer) -> None:
         events = list(map(event_of, self._voice.chunks(delta, answer)))
-        response = self._response
-        if response is None:
-            response = await self._begin()
-            if not self._resumed:
-                opening = partial(opening_of, self._voice, answer)
-                events = [*await beside(opening, answer), *events]
-        if self._marks is not None:
-            mark = self._marks.of(delta, answer.cached_tokens, len(events))
-            events = [mark, *events] if mark else events
-        if events:
-            await self._write(response, b"".join(events))
+        with _reader_is_there():
+            if not self._has_begun:
+                self._has_begun = True
+                await self._reader.start(200, EVENTS)
+                if not self._resumed:
+                    opening = partial(opening_of, self._voice, answer)
+                    events = [*await beside(opening, answer), *events]
+            if self._marks is not None:
+                mark = self._marks.of(delta, answer.cached_tokens, len(events))
+                events = [mark, *events] if mark else events
+            if events:
+                await self._reader.write(b"".join(events))
 
-    async def end(self, answer: Answer) -> web.StreamResponse:
-        assert self._response is not None, "an answer has a last delta"
-        await self._write(self._response, DONE)
-        return self._response
+    async def end(self, answer: Answer) -> None:
+        with _reader_is_there():
+            await self._reader.write(DONE)
+            await self._reader.finish()
 
-    async def fail(self, error: PdrtError) -> web.StreamResponse:
-        if self._response is None:
+    async def fail(self, error: PdrtError) -> None:
+        if not self._has_begun:
             raise error
-        if self._is_writing:  # half a chunk is out: its reader would not take an event either
-            cut_off(self._request)
-        else:
-            told = error_event(error, request_id_of(self._request), self._stage)
-            await say_last(self._request, self._response, told)
-        return self._response
+        await self._reader.break_off(error)
 
-    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
-        """Raises Cancelled when the client is gone."""
-        self._is_writing = True
-        try:
-            await response.write(data)
-        except ConnectionError as error:
-            raise Cancelled("the client is gone") from error
-        self._is_writing = False
 
-    async def _begin(self) -> web.StreamResponse:
-        response = web.StreamResponse(headers=EVENTS)
-        await response.prepare(self._request)
-        self._response = response
-        return response
+@contextmanager
+def _reader_is_there() -> Iterator[None]:
+    """Raises Cancelled when it is not."""
+    try:
+        yield
+    except ClientGone as error:
+        raise Cancelled("the client is gone") from error
 
 
 async def beside(make: Callable[[], T], answer: Answer) -> T:

@@ -226,7 +226,7 @@ class Resumed(Strict):
 Path = Annotated[str, Field(pattern=r"^(disagg|local|fallback:[a-z_]{1,64})$")]
 
 
-class Leg(Strict):
+class LegFields(Strict):
     """What the router adds for the leaders; `bootstrap_room` is the wire identity here."""
 
     bootstrap_room: Room

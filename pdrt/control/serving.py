@@ -32,8 +32,8 @@ from pdrt.control.marks import Marks
 from pdrt.control.meter import Meter
 from pdrt.control.openai import OpenAIVoice
 from pdrt.control.order import PATHS, parse_prefill_again, parse_rebind
-from pdrt.control.partreply import PartReply
 from pdrt.control.prompted import choices_of, prompt_of
+from pdrt.control.reader import Reader
 from pdrt.control.reply import Reply, StreamReply, Voice, WholeReply, long_json_of
 from pdrt.control.resume import take_up
 from pdrt.control.traces import TRACEPARENT, Served, Told
@@ -95,11 +95,9 @@ class Serving:
             ):
                 if call.order.prompts:
                     return await self._answer_batch(request, call, outcome)
-                voice = self._voice(call)
-                reply = self._reply(request, call, voice)
-                response = await self._answer(call, voice, reply, outcome)
-                assert response is not None, "it is whole, not a part"
-                return response
+                client = WebClient(request, leader.role)
+                await self._answer(call, client, outcome)
+                return client.begun
 
     async def prefill_again(self, request: web.Request) -> web.StreamResponse:
         """For a decode leader: compute a retracted room's prompt and output once more."""
@@ -176,10 +174,8 @@ class Serving:
         batch = Batch(Joiner(call.order), client)
 
         async def one(index: int, part: Call) -> bool:
-            voice = self._voice(part)
-            reply = PartReply(batch.part(index), voice, call.order)
             try:
-                await self._answer(part, voice, reply, outcome)
+                await self._answer(part, batch.part(index), outcome)
             except PdrtError as error:
                 await batch.part(index).break_off(error)
             return batch.broken is None
@@ -188,12 +184,11 @@ class Serving:
         if batch.broken is not None and not batch.has_begun:
             raise batch.broken
         await batch.end()
-        assert client.response is not None, "it has begun"
-        return client.response
+        return client.begun
 
-    async def _answer(
-        self, call: Call, voice: GenerateVoice | OpenAIVoice, reply: Reply, outcome: Outcome
-    ) -> web.StreamResponse | None:
+    async def _answer(self, call: Call, reader: Reader, outcome: Outcome) -> None:
+        voice = self._voice(call)
+        reply = self._reply(reader, call, voice)
         leader, resumed = self._leader, None if call.leg is None else call.leg.resumed
         try:
             async with _until(call.deadline - leader.clock()):
@@ -208,12 +203,12 @@ class Serving:
                 with leader.dispatcher.submit(submit) as stream:
                     await self._pump(stream, answer, reply, prompt if is_told else None)
                 outcome.answers.append(answer)
-                response = await reply.end(answer)
+                await reply.end(answer)
         except PdrtError as error:
             outcome.code = error.code
-            return await reply.fail(error)
-        leader.served()
-        return response
+            await reply.fail(error)
+        else:
+            leader.served()
 
     async def _pump(
         self, stream: Stream, answer: Answer, reply: Reply, prompt: PromptOf | None
@@ -236,13 +231,13 @@ class Serving:
                 raise error_of(output.problem)
         raise PdrtError("the worker's outputs ended without an end")
 
-    def _reply(self, request: web.Request, call: Call, voice: Voice) -> Reply:
+    def _reply(self, reader: Reader, call: Call, voice: Voice) -> Reply:
         if not call.order.stream:
-            return WholeReply(voice)
+            return WholeReply(reader, voice)
         leg = call.leg
         marks = Marks() if leg is not None and leg.marks else None
         is_resumed = leg is not None and leg.resumed is not None
-        return StreamReply(request, voice, self._leader.role, marks, resumed=is_resumed)
+        return StreamReply(reader, voice, marks, resumed=is_resumed)
 
     def _voice(self, call: Call) -> GenerateVoice | OpenAIVoice:
         leader, order = self._leader, call.order

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pdrt.control.fleet import Choice
+from pdrt.control.choice import Choice
 from pdrt.control.http import Json
 from pdrt.control.instances import Instance
 from pdrt.control.legs import DecodeFailed, Failure, PrefillFailed

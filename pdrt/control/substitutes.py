@@ -7,7 +7,7 @@ from typing import Final
 
 import structlog
 
-from pdrt.control.fleet import Choice
+from pdrt.control.choice import Choice
 from pdrt.control.instances import Instance
 from pdrt.control.legs import (
     Event,

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 from pdrt.control.http import error_from_answer, parse_object
 from pdrt.control.instances import Instance, Status, read_status
 from pdrt.control.legs import Failure
-from pdrt.control.wire.client import Call, Client, Lost, Sink
+from pdrt.control.wire.client import Call, Lost, Pools, Sink
 from pdrt.errors import BadMessage, BadRequest, PdrtError, PeerLost, Unavailable
 
 MAX_ERROR_BYTES: Final = 1 << 16
@@ -22,8 +22,8 @@ Headers: TypeAlias = Mapping[bytes, bytes]
 class Upstream:
     """All calls from this process to leaders."""
 
-    def __init__(self, client: Client, bearer: str = "") -> None:
-        self._client = client
+    def __init__(self, pools: Pools, bearer: str = "") -> None:
+        self._pools = pools
         self._bearer = f"authorization: Bearer {bearer}\r\n".encode() if bearer else b""
         self._heads: dict[tuple[str, str], bytes] = {}  # by address and path
 
@@ -31,7 +31,7 @@ class Upstream:
         """`lines` are header lines of this request."""
         head = self._heads.get((instance.where, path)) or self._head(instance.where, path)
         whole = b"%b%bcontent-length: %d\r\n\r\n" % (head, lines, len(body))
-        return self._client.pool(instance.url).send(whole, body, sink)
+        return self._pools.pool(instance.url).send(whole, body, sink)
 
     def _head(self, where: str, path: str) -> bytes:
         if len(self._heads) >= _MOST_HEADS:  # of members that have long gone, most of them
@@ -44,7 +44,7 @@ class Upstream:
         """Raises PeerLost; a refused connection counts as the instance's death."""
         head = f"GET {path} HTTP/1.1\r\nhost: {instance.where}\r\n".encode()
         whole = Whole(instance, MAX_STATUS_BYTES)
-        call = self._client.pool(instance.url).send(b"%b%b\r\n" % (head, self._bearer), b"", whole)
+        call = self._pools.pool(instance.url).send(b"%b%b\r\n" % (head, self._bearer), b"", whole)
         return await whole.answer(call)
 
     async def ask(

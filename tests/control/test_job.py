@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdrt.control.http import parse_object
 from pdrt.control.job import PlainJob
-from pdrt.control.schema import Leg
+from pdrt.control.schema import LegFields
 
 MEET = {"bootstrap_room": 7, "bootstrap_host": 'h"ost', "bootstrap_port": 9}
 values = st.recursive(
@@ -28,7 +28,7 @@ class There:
     room: int = 7
     bootstrap: tuple[str, int] | None = ('h"ost', 9)
 
-    def leg(self) -> Leg:
+    def leg(self) -> LegFields:
         raise AssertionError("a plain backend is told of no leg")
 
 

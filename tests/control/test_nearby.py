@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrt.config import RouterConfig, Target
-from pdrt.control.fleet import Because, Choice, Fleet
+from pdrt.control.choice import Because, Choice
+from pdrt.control.fleet import Fleet
 from pdrt.control.instances import Instance, Status
 from pdrt.control.nearby import AUTO_MOST, ENOUGH, TRIED, TRIED_EVERY, Line, Nearby
 from pdrt.control.policy import Ask, Load, choose

@@ -16,8 +16,9 @@ import pytest
 
 from pdrt.control.answer import Delta
 from pdrt.control.marks import Heard, Marks
+from pdrt.control.moving import Moving
 from pdrt.control.sse import DONE, MAX_EVENT
-from pdrt.errors import BadMessage, PeerLost
+from pdrt.errors import BadMessage, PdrtError, PeerLost
 from pdrt.messages import Finish, Output, unpack_ids
 from tests.control.leader_rig import BEARER, Rig, error_of, odd, rigged
 
@@ -283,3 +284,13 @@ def test_tokens_that_no_event_told_are_told_with_the_next_of_their_sequence() ->
     assert marks.of(Delta("", (1, 2), None, 0), 0, 0) == b""
     assert marks.of(Delta("x", (9,), None, 1), 3, 1) == b":t 1 1 3 - 9\n"
     assert marks.of(Delta("y", (3,), "stop", 0), 3, 2) == b":t 0 2 3 stop 1,2,3\n"
+
+
+@pytest.mark.parametrize(
+    "mark", [b"0 1 0 nonsense 5", b"0 1 0 - 99999999999", b"0 1 99999999999 - 5"]
+)
+def test_marks_that_make_no_sense_end_the_stream_with_a_typed_error(mark: bytes) -> None:
+    moving = Moving(1, "disagg", 7, 0.0, lambda: 1.0)
+    moving.take(b":t " + mark + b"\ndata: {}\n\n")
+    with pytest.raises(PdrtError):
+        moving.next_leg()

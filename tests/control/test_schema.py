@@ -31,7 +31,7 @@ from pdrt.control.schema import (
     Drawing,
     GenerateDrawing,
     GenerateRequest,
-    Leg,
+    LegFields,
 )
 from pdrt.errors import BadRequest, TooLong
 from pdrt.messages import Grammar, Sampling
@@ -45,7 +45,7 @@ LEAST: dict[Dialect, Body] = {
 CALL: Body = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 SIDES: tuple[Role, ...] = ("prefill", "decode", "hybrid")
 DIALECTS: tuple[Dialect, ...] = ("generate", "completions", "chat")
-LEG = Leg(
+LEG = LegFields(
     bootstrap_room=7,
     attempt=65536,
     time_left_s=9.5,
@@ -649,7 +649,7 @@ def test_whatever_is_sent_is_an_order_or_a_bad_request(dialect: Dialect, fields:
         order = parse(dialect, {**LEAST[dialect], **fields})
     except BadRequest:
         return
-    sent = leg_body("prefill", order, LEG, seed=1).keys() - Leg.model_fields.keys()
+    sent = leg_body("prefill", order, LEG, seed=1).keys() - LegFields.model_fields.keys()
     assert sent <= ALLOWED[dialect] - {"stream", "stream_options", "timeout_s", "request_id"}
 
 

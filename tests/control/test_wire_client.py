@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pdrt.control.wire.client import FORGET_S, IDLE_S, MAX_HEAD_BYTES, Call, Client, Lost, Pool
+from pdrt.control.wire.client import FORGET_S, IDLE_S, MAX_HEAD_BYTES, Call, Lost, Pool, Pools
 
 Play = Callable[["Peer"], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -65,15 +65,15 @@ class FakeSink:
 
 
 class Rig:
-    def __init__(self, client: Client) -> None:
-        self.client = client
+    def __init__(self, pools: Pools) -> None:
+        self.pools = pools
         self.peers: list[Peer] = []
         self.arrived = asyncio.Event()
         self.url = ""
 
     @property
     def pool(self) -> Pool:
-        return self.client.pool(self.url)
+        return self.pools.pool(self.url)
 
     def ask(self) -> tuple[Call, FakeSink]:
         sink = FakeSink()
@@ -94,13 +94,13 @@ class Rig:
 
 @asynccontextmanager
 async def rig() -> AsyncIterator[Rig]:
-    found = Rig(Client(connect_s=5))
+    found = Rig(Pools(connect_s=5))
     server = await asyncio.start_server(found.accept, "127.0.0.1", 0)
     found.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield found
     finally:
-        await found.client.close()
+        await found.pools.close()
         server.close()
         for peer in found.peers:
             peer.writer.transport.abort()
@@ -179,7 +179,7 @@ async def test_an_answer_that_breaks_off_is_lost(answer: bytes, what: str) -> No
 async def test_a_refused_connection_is_told_as_that() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-    client, sink = Client(connect_s=5), FakeSink()
+    client, sink = Pools(connect_s=5), FakeSink()
     client.pool(f"http://127.0.0.1:{port}").send(b"GET / HTTP/1.1\r\n\r\n", b"", sink)
     await sink.over.wait()
     assert sink.lost[0].is_refused
@@ -283,12 +283,12 @@ async def test_an_address_that_nobody_calls_any_more_is_forgotten() -> None:
         peer.say(OK)
         await sink.over.wait()
         pool, now = r.pool, asyncio.get_running_loop().time()
-        r.client.look(now + 2 * FORGET_S)  # its connection was idle, and ends
+        r.pools.look(now + 2 * FORGET_S)  # its connection was idle, and ends
         assert r.pool is pool
         assert await peer.is_gone()
-        r.client.look(now + 3 * FORGET_S - 1)
+        r.pools.look(now + 3 * FORGET_S - 1)
         assert r.pool is pool
-        r.client.look(now + 3 * FORGET_S + 1)
+        r.pools.look(now + 3 * FORGET_S + 1)
         assert r.pool is not pool
 
 

@@ -319,7 +319,7 @@ class Pool:
             await asyncio.wait(tuple(self._tasks))
 
 
-class Client:
+class Pools:
     """All pools of a process, by base URL. Open it in a loop, close it there."""
 
     def __init__(self, connect_s: float) -> None:
