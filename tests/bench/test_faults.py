@@ -46,19 +46,6 @@ async def test_the_router_keeps_the_bounds_of_a_fault(row: Row, ground: Ground) 
     assert line.problems == [], line.outcome.got
 
 
-# What is not kept yet, with the reason.
-KNOWN = {
-    "decode stopped in mid-stream": "its death is known after 1.5 s, then its stream waits 1.5 s"
-    " for another instance to go on with it",
-}
-
-
-def marked_real(row: Real) -> object:
-    reason = KNOWN.get(row.name)
-    marks = [pytest.mark.xfail(reason=reason, strict=False)] if reason else []
-    return pytest.param(row, id=row.name.replace(" ", "-"), marks=marks)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def real_ground() -> AsyncIterator[RealGround]:
     async with real_started(os.environ) as found:
@@ -70,7 +57,9 @@ async def real_ground() -> AsyncIterator[RealGround]:
 @pytest.mark.alone
 @pytest.mark.timeout(120)
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("row", [marked_real(row) for row in real_rows()])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name.replace(" ", "-")) for row in real_rows()]
+)
 async def test_real_instances_keep_the_bounds_of_a_fault(
     row: Real, real_ground: RealGround
 ) -> None:
