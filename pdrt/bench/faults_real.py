@@ -61,6 +61,8 @@ class RealGround:
         for name, part in self._parts.items():
             child = self._children.get(name)
             if child is None or child.exit_status is not None:
+                if child is not None:
+                    child.close()
                 conf = self._folder / f"{name}.toml"
                 conf.write_text(part.toml())
                 told = child_environment(part, self._environ)

@@ -126,6 +126,7 @@ class Instance:
         self.load = Load(mark=mark_of(where))
         self.breaker = Breaker()
         self.is_drained = False  # an operator wants nothing new there
+        self.fell_silent = False  # when it died: it had done so well before that was known
         self._is_leaving = False  # it said so, and has not been heard since
         self.is_full = False  # it said so, or refused for it, since its last beat
         self.nudged = asyncio.Event()  # look again now
@@ -258,6 +259,7 @@ class Instance:
             self._listener.changed()
         if news is Health.DEAD:
             self.status = None
+            self.fell_silent = isinstance(event, Miss)
             self._lose(f"{self.name} is gone: {reason}")
 
     def _lose(self, reason: str) -> None:

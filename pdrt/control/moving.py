@@ -123,7 +123,9 @@ class Mover:
             self._tried.clear()  # whom it was moved away from long ago may be well again
         self._tried[culprit] = culprit.status
         self._lost = event
-        self._until = self._tools.clocks.clock() + self._tools.move_s
+        # A client hears within 2 s of a fault; to notice a silent one took most of that.
+        wait = 0.0 if culprit.fell_silent else self._tools.move_s
+        self._until = self._tools.clocks.clock() + wait
         return self._moved() or Stranded()
 
     def look(self, leg: int, say: Callable[[Event], None]) -> None:

@@ -57,7 +57,9 @@ async def real_ground() -> AsyncIterator[RealGround]:
 @pytest.mark.alone
 @pytest.mark.timeout(120)
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("row", [pytest.param(r, id=r.name) for r in real_rows()])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name.replace(" ", "-")) for row in real_rows()]
+)
 async def test_real_instances_keep_the_bounds_of_a_fault(
     row: Real, real_ground: RealGround
 ) -> None:

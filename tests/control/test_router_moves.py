@@ -218,6 +218,19 @@ async def test_it_does_not_wait_for_ever() -> None:
         await r.at_rest()
 
 
+async def test_it_does_not_wait_after_one_that_fell_silent() -> None:
+    """Its fault is two misses old by then, and the client is to hear within 2 s of it."""
+    async with rig(timeouts={"move_s": 3600.0, "heartbeat_s": 3600.0}) as r:
+        r.decode[0].plays.append(stream(told(1), told(2), ending="hang"))
+        sending = r.sending(prompt="hi", stream=True)
+        await r.decode[0].nth(1)
+        await until(lambda: any(relay.has_begun for relay in r.router.relays))
+        for _miss in range(2):
+            r.instance(r.decode[0]).missed("no answer")
+        assert b"peer_lost" in (await sending).body
+        await r.at_rest()
+
+
 async def test_a_client_that_leaves_meanwhile_leaves_nothing() -> None:
     async with rig() as r:
         answer = await stranded(r)

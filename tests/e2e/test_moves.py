@@ -182,7 +182,7 @@ async def test_a_killed_decode_instance_does_not_show_in_its_streams(
     begun, undisturbed = time.monotonic(), time.monotonic() - begun
     before, at = await moved(cluster), {"worker": 3, "node": 9}[victim]
     survived = await read(cluster, path, body, at, victim)
-    assert time.monotonic() - begun < undisturbed + 2
+    assert time.monotonic() - begun < 3 * undisturbed + 2
     assert survived.same() == plain.same()
     assert len(survived.told) == 2  # one id, one time
     assert (await moved(cluster)) - before == 1

@@ -18,7 +18,7 @@ from httptools import HttpParserCallbackError, HttpParserError, HttpResponsePars
 
 from pdrt.control.http import cause_of
 
-IDLE_S: Final = 15.0  # below any leader's own limit: a connection that it is closing is not reused
+IDLE_S: Final = 3.0  # below any leader's limit; what a burst needed is soon let go again
 LOOK_EVERY_S: Final = 1.0
 FORGET_S: Final = 600.0  # an address without connections
 _SHORT: Final = 1 << 16  # bytes: to join them costs less than to write twice
