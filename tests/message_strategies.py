@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 Strategy = st.SearchStrategy[Any]
-WORDS = st.text(st.characters(codec="utf-8"), max_size=20)
+
+
+def words(most: int = 20) -> Strategy:
+    return st.text(st.characters(codec="utf-8"), max_size=min(20, most))
 
 
 @cache
@@ -46,7 +49,7 @@ def value(hint: Any, bounds: dict[str, Any] | None = None) -> Strategy:
     if origin is tuple:
         return _tuple(arguments, bounds)
     if origin is dict:
-        return st.dictionaries(WORDS, value(arguments[1]), max_size=3)
+        return st.dictionaries(words(), value(arguments[1]), max_size=3)
     return _plain(hint, bounds)
 
 
@@ -67,7 +70,9 @@ def _plain(hint: Any, bounds: dict[str, Any]) -> Strategy:
         )
     if hint is bytes:
         return st.binary(max_size=min(40, bounds.get("max_length", 40)))
-    simple = {type(None): st.none(), bool: st.booleans(), str: WORDS}
+    if hint is str:
+        return words(bounds.get("max_length", 20))
+    simple = {type(None): st.none(), bool: st.booleans()}
     return simple[hint] if hint in simple else message(hint)
 
 

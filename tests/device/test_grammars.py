@@ -228,6 +228,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 def test_a_real_model_of_random_weights_says_what_the_schema_says(
     model: Path, temperature: float

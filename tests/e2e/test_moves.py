@@ -119,7 +119,7 @@ async def read(
 
 async def kill(cluster: Cluster, victim: str) -> None:
     for name in ("decode0", "decode1"):
-        if (await cluster.figures(name))["rooms"] > 0:
+        if (await cluster.figures(name))["dispatched"] > 0:  # workers tell theirs a moment later
             node = cluster.nodes[name].running.pid
             os.kill(await cluster.worker_pid(name) if victim == "worker" else node, signal.SIGKILL)
             return
