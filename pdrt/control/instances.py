@@ -131,7 +131,7 @@ class Instance:
         self.load = Load(mark=mark_of(where))
         self.breaker = Breaker()
         self.is_drained = False  # an operator wants nothing new there
-        self.fell_silent = False  # when it died: it had done so well before that was known
+        self.fell_silent = False  # it died, and had done so well before that was known
         self._is_leaving = False  # it said so, and has not been heard since
         self.is_full = False  # it said so, or refused for it, since its last beat
         self.nudged = asyncio.Event()  # look again now
@@ -214,6 +214,7 @@ class Instance:
     def heard(self, status: Status) -> None:
         """It answered. A new epoch is a new peer: what the old one carried is lost."""
         before, self.status, self.is_known = self.status, status, True
+        self.fell_silent = False
         if status.model and status.model != self.model:
             self.model = status.model
             self._listener.serves(self)

@@ -93,6 +93,16 @@ def test_one_miss_makes_it_suspect_and_the_second_dead() -> None:
     assert (one.is_routable, one.why_not) == (True, "")
 
 
+def test_that_it_fell_silent_once_is_forgotten_when_it_is_heard_again() -> None:
+    one = instance()
+    one.heard(ready())
+    for _ in range(2):
+        one.missed("slow")
+    assert one.fell_silent
+    one.heard(ready(2))
+    assert not one.fell_silent
+
+
 def test_a_beat_forgives_a_miss() -> None:
     one = instance()
     one.heard(ready())
