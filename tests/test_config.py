@@ -163,6 +163,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"[model]\npath = '\xe4'")
     with pytest.raises(ConfigError, match="cannot be read"):
         node(path)
+    path.write_text("[model]\nlayers = " + "9" * 5000)
+    with pytest.raises(ConfigError, match="not TOML"):
+        node(path)
 
 
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ CANARY_HEADER: Final = "x-pdrt-canary"  # on the legs of a request that tries a 
 PATH_HEADER: Final = "x-pd-path"  # which path served a request
 RETRY_AFTER_S: Final = 1
 LAST_WORDS_S: Final = 1.0  # for a reader that has stopped reading
-_HALF_PAIR: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+_HALF_PAIR: Final = re.compile(r"\\u[dD][89a-fA-F]")
 _GOOD_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _TYPES: Final = {
     400: "invalid_request_error",
@@ -194,8 +194,9 @@ async def read_body(request: web.Request, limit: int, within_s: float = BODY_S) 
 def parse_object(body: bytes) -> Json:
     """The JSON object in these bytes. Raises BadRequest, also for NaN, deep nesting, no text."""
     try:
-        found = _READ(body.decode(json.detect_encoding(body), "surrogatepass"))
-        if _HALF_PAIR.search(body):  # half a pair is no text: nothing could encode it later
+        text = body.decode(json.detect_encoding(body))
+        found = _READ(text)
+        if _HALF_PAIR.search(text):  # half a pair is no text: nothing could encode it later
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}"[:300]) from error

@@ -7,10 +7,10 @@ router learns of it, so nobody waits for a peer that is known to be gone.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import field
 from typing import Final, Protocol, TypeAlias
-from urllib.parse import urlsplit
 
 import structlog
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -56,6 +56,11 @@ _STATUS: Final = TypeAdapter(Status)
 FULL_LOOK_S: Final = 0.1  # a full instance has room again at any moment
 ANY: Final = Ask()
 NOTHING: Final = Prefixes(0)
+_WHERE: Final = re.compile(
+    r"(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]"
+    r"|(?P<name>(?!.{254})[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?)):(?P<port>[0-9]{1,5})",
+    re.ASCII,
+)
 
 
 def read_status(body: object) -> Status:
@@ -126,7 +131,7 @@ class Instance:
         self.load = Load(mark=mark_of(where))
         self.breaker = Breaker()
         self.is_drained = False  # an operator wants nothing new there
-        self.fell_silent = False  # when it died: it had done so well before that was known
+        self.fell_silent = False  # it died, and had done so well before that was known
         self._is_leaving = False  # it said so, and has not been heard since
         self.is_full = False  # it said so, or refused for it, since its last beat
         self.nudged = asyncio.Event()  # look again now
@@ -209,6 +214,7 @@ class Instance:
     def heard(self, status: Status) -> None:
         """It answered. A new epoch is a new peer: what the old one carried is lost."""
         before, self.status, self.is_known = self.status, status, True
+        self.fell_silent = False
         if status.model and status.model != self.model:
             self.model = status.model
             self._listener.serves(self)
@@ -312,25 +318,29 @@ async def _pause(instance: Instance, seconds: float) -> None:
 
 def base_url(text: str) -> tuple[str, str]:
     """(URL without a path, host:port) of a target as configured. Raises ConfigError."""
-    parts = urlsplit(text if "://" in text else f"http://{text}")
-    try:
-        is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port
-    except ValueError:
-        is_good = False
-    if not is_good or parts.path.strip("/"):
+    scheme, mark, rest = text.partition("://")
+    if not mark:
+        scheme, rest = "http", text
+    where = rest.rstrip("/")
+    scheme = scheme.lower()
+    if scheme not in ("http", "https") or _split(where) is None:
         raise ConfigError(f"target http = {text!r}: want host:port or http://host:port")
-    return f"{parts.scheme}://{parts.netloc}", parts.netloc
+    return f"{scheme}://{where}", where
 
 
 def _host_port(text: str) -> tuple[str, int]:
-    parts = urlsplit(f"//{text}")
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if not host or not port:
+    found = _split(text)
+    if found is None:
         raise ConfigError(f"target bootstrap = {text!r}: want host:port")
-    return host, port
+    return found
+
+
+def _split(text: str) -> tuple[str, int] | None:
+    """A host, which a resolver can be asked for, and a port."""
+    found = _WHERE.fullmatch(text)
+    if found is None or not 0 < int(found["port"]) < 1 << 16:
+        return None
+    return (found["v6"] or found["name"]).lower(), int(found["port"])
 
 
 def reasons(instances: Sequence[Instance]) -> str:

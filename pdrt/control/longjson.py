@@ -14,13 +14,12 @@ import time
 from typing import Any, Final, TypeAlias
 
 from pdrt.control.http import Json, no_constant
-from pdrt.control.reply import RawList, long_json_of
+from pdrt.control.reply import WIDE, RawList, long_json_of
 from pdrt.errors import BadRequest
 
 SHORT: Final = 1 << 15  # bytes: read in a blink
 _PIECE: Final = 256  # elements
 _BREATH_S: Final = 1e-5  # anything above 0 lets a waiting thread run
-_WIDE: Final = frozenset({"choices", "outputs"})  # lists of objects, which are long themselves
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _HALF_PAIR: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _read: Final = json.JSONDecoder(parse_constant=no_constant).raw_decode
@@ -75,7 +74,7 @@ def _object(text: str, at: int) -> _Read:
             raise ValueError(f"a name is missing at {at}")
         name, at = _read(text, at)
         at = _after(text, at, ":")
-        found[name], at = _value(text, at, is_wide=name in _WIDE)
+        found[name], at = _value(text, at, is_wide=name in WIDE)
         if text[(at := _next(text, at)) : at + 1] == "}":
             return found, at + 1
         at = _after(text, at, ",")

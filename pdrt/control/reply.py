@@ -24,6 +24,7 @@ T = TypeVar("T")
 EVENTS: Final = {"content-type": TYPE, "cache-control": "no-cache"}
 _FEW_ODDS: Final = 256
 _PIECE: Final = 256
+WIDE: Final = frozenset({"choices", "outputs"})  # lists of objects, which are long themselves
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once
 
 
@@ -149,12 +150,14 @@ class RawList(list[str]):
     """A list whose elements are JSON already."""
 
 
-def _text_of(value: object) -> str:
+def _text_of(value: object, *, is_wide: bool = False) -> str:
     match value:
         case RawList():
             return "[" + ",".join(value) + "]"
         case dict():
-            return "{" + ",".join(f"{_encode(k)}:{_text_of(v)}" for k, v in value.items()) + "}"
+            return "{" + ",".join(_named(name, each) for name, each in value.items()) + "}"
+        case [*_] if is_wide:
+            return "[" + ",".join(map(_text_of, value)) + "]"
         case [*_] if len(value) > _PIECE:
             begins = range(0, len(value), _PIECE)
             return "[" + ",".join(_encode(value[b : b + _PIECE])[1:-1] for b in begins) + "]"
@@ -162,3 +165,7 @@ def _text_of(value: object) -> str:
             return "[" + ",".join(map(_text_of, value)) + "]"
         case _:
             return _encode(value)
+
+
+def _named(name: str, value: object) -> str:
+    return f"{_encode(name)}:{_text_of(value, is_wide=name in WIDE)}"

@@ -93,6 +93,16 @@ def test_one_miss_makes_it_suspect_and_the_second_dead() -> None:
     assert (one.is_routable, one.why_not) == (True, "")
 
 
+def test_that_it_fell_silent_once_is_forgotten_when_it_is_heard_again() -> None:
+    one = instance()
+    one.heard(ready())
+    for _ in range(2):
+        one.missed("slow")
+    assert one.fell_silent
+    one.heard(ready(2))
+    assert not one.fell_silent
+
+
 def test_a_beat_forgives_a_miss() -> None:
     one = instance()
     one.heard(ready())
@@ -196,6 +206,8 @@ def test_where_its_bootstrap_server_is_it_says_itself() -> None:
         ("127.0.0.1:80", "http://127.0.0.1:80"),
         ("http://host:8001/", "http://host:8001"),
         ("[::1]:8001", "http://[::1]:8001"),
+        ("HTTPS://Some-host.example.:8001", "https://Some-host.example.:8001"),
+        ("[fe80::1%eth0]:1", "http://[fe80::1%eth0]:1"),
     ],
 )
 def test_targets_are_host_and_port(text: str, url: str) -> None:
@@ -203,11 +215,19 @@ def test_targets_are_host_and_port(text: str, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "host", "host:x", "ftp://h:1", "http://h:1/path", ":80", "h:99999"]
+    "text",
+    [
+        *("", "host", "host:x", "ftp://h:1", "http://h:1/path", ":80", "h:99999", "h:0"),
+        *("http://[::1", "http://[::1]", "[x]:1", "\0:1", "a\r\nb:1", "a b:1", "u:p@h:1", "h?:1"),
+        *("\u00e9.x:1", f"{'a' * 64}:1", f"{'a.' * 127}a:1", "a..b:1", "h:1\n", "<b>:1"),
+    ],
 )
 def test_other_targets_are_refused(text: str) -> None:
+    """The resolver is not asked for what it could only raise at."""
     with pytest.raises(ConfigError, match="host:port"):
         base_url(text)
+    with pytest.raises(ConfigError, match="host:port"):
+        Instance("prefill", Target(http="h:1", bootstrap=text or ":"), Heard())
 
 
 def test_ipv6_bootstrap_addresses_lose_their_brackets() -> None:

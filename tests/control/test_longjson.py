@@ -63,6 +63,7 @@ def test_it_refuses_what_the_library_refuses(found: Json, data: st.DataObject) -
         b'{"choices":[{"a":1},]}',
         b'{"choices":[{"a":[1}]}',
         b'{"a":"\xff"}',
+        b'{"a":"\xed\xa0\x80"}',
         b'{"a":' * 100_000,
         b"[" * 100_000,
     ],
@@ -72,6 +73,15 @@ def test_what_is_no_object_is_refused(body: bytes) -> None:
         parse_object(body)
     with pytest.raises(BadRequest):
         parse_long(body)
+
+
+@pytest.mark.parametrize("name", ["outputs", "choices"])
+@pytest.mark.parametrize("count", [1, 300])
+def test_however_many_answers_there_are_their_lists_stay_lists_of_what_they_were(
+    name: str, count: int
+) -> None:
+    found = {name: [{"output_ids": [1, 2], "logprobs": [{"token": "a"}]}] * count}
+    assert json.loads(long_json_of(parse_long(json.dumps(found).encode()))) == found
 
 
 async def test_the_event_loop_turns_while_the_odds_of_a_prompt_are_read() -> None:

@@ -235,6 +235,36 @@ async def test_a_chunked_upload_is_a_body() -> None:
         assert answer[2]["body"] == "abcde"
 
 
+CHUNKED = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"
+
+
+async def test_a_trailer_changes_nothing_of_what_the_head_said() -> None:
+    async with rig() as r:
+        trailer = b"0\r\nx-request-id: another\r\nauthorization: bad\r\n\r\n"
+        code, headers, body = await r.ask(CHUNKED + trailer)
+        assert (code, body["body"]) == (200, "abc")
+        assert headers["x-request-id"] != "another"
+
+
+@pytest.mark.parametrize("endless", [b"0\r\na: ", b"0\r\n" + b"a: b\r\n" * 200, b"1;"])
+async def test_what_comes_between_and_after_chunks_is_bounded(endless: bytes) -> None:
+    async with rig() as r:
+        client = await r.client()
+        client.send(CHUNKED)
+        await until(lambda: any(each.is_reading for each in r.server.all))
+        client.send(endless + b"x" * 5000)
+        assert error_of(await client.answer()) == (431, "head_too_large")
+
+
+async def test_a_body_does_not_count_as_the_head_that_follows_it() -> None:
+    async with rig() as r:
+        client = await r.client()
+        client.send(post("/echo", b"x" * 3000) + post("/echo", b"y")[:20])
+        assert len((await client.answer())[2]["body"]) == 3000
+        client.send(post("/echo", b"y")[20:])
+        assert (await client.answer())[2]["body"] == "y"
+
+
 async def test_who_waits_for_100_continue_is_told_and_served() -> None:
     async with rig() as r:
         client = await r.client()
@@ -307,6 +337,7 @@ async def test_paths_name_things_and_queries_ask() -> None:
         (b"hello\r\n\r\n", (400, "bad_request")),
         (b"POST /echo HTTP/1.1\r\ncontent-length: x\r\n\r\n", (400, "bad_request")),
         (b"POST /echo HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nxx\r\n", (400, "bad_request")),
+        (post("/echo", b"", "transfer-encoding: gzip, chunked"), (400, "bad_request")),
     ],
 )
 async def test_what_cannot_be_served_is_refused_in_json(
@@ -419,6 +450,14 @@ async def test_an_upgrade_is_not_spoken_and_the_request_stands() -> None:
         assert (await client.answer())[2]["body"] == "x"
         client.send(post("/echo", b"y"))
         assert (await client.answer())[2]["body"] == "y"
+
+
+async def test_who_asks_for_an_upgrade_keeps_its_version_and_its_wish_to_close() -> None:
+    async with rig() as r:
+        wanted = "connection: Upgrade, Close", "upgrade: h2c"
+        assert (await r.ask(post("/echo", b"x", *wanted)))[1]["connection"] == "close"
+        old = post("/echo", b"x", "connection: upgrade", "upgrade: h2c", version="1.0")
+        assert (await r.ask(old))[1]["connection"] == "close"
 
 
 async def test_an_answer_cannot_be_given_twice() -> None:

@@ -33,6 +33,7 @@ READ_S: Final = 30.0  # a head or a body that stalls ends after this
 IDLE_S: Final = 75.0  # a connection without requests
 LINGER_S: Final = 2.0  # for a client that still sends what was refused
 _OF_UPGRADES: Final = frozenset({b"upgrade", b"connection", b"http2-settings"})
+_OF_LIVES: Final = frozenset({b"close", b"keep-alive"})
 
 log = structlog.get_logger(__name__)
 
@@ -90,7 +91,7 @@ class Connection(asyncio.Protocol):
         self._is_last = False  # no request is read after those that are here
         self._lingers = False  # refused; what still comes is dropped
         self._is_in_head = False
-        self._fed = 0  # bytes of a head that is not whole
+        self._fed = 0  # bytes since a part of a body came: of a head, of chunks' marks, of trailers
         self._head_bytes = 0
         self._target = b""
         self._headers: Headers = {}
@@ -144,6 +145,7 @@ class Connection(asyncio.Protocol):
         self._feed(data)
 
     def _feed(self, data: bytes) -> None:
+        self._fed += len(data)
         try:
             self._parser.feed_data(data)
         except HttpParserUpgrade as upgrade:
@@ -154,10 +156,8 @@ class Connection(asyncio.Protocol):
             self._refuse_rest(PdrtError("an internal error; see the log"))
         except HttpParserError as error:
             self._refuse_rest(BadRequest(f"this is no HTTP request: {error}"[:300]))
-        if self._is_in_head:
-            self._fed += len(data)
-            if self._fed > self._host.max_head_bytes:
-                self._refuse_rest(self._head_too_large())
+        if self.is_reading and self._fed > self._host.max_head_bytes:
+            self._refuse_rest(self._head_too_large())
         self._advance()
 
     def _stay(self, rest: bytes) -> None:
@@ -167,15 +167,19 @@ class Connection(asyncio.Protocol):
             self._refuse_rest(NotAllowed("CONNECT", ("HTTP",)))
             self._advance()
             return
-        self._parser = HttpRequestParser(self)
-        kept = (b"%b: %b" % each for each in self._headers.items() if each[0] not in _OF_UPGRADES)
-        self._feed(b"\r\n".join((b"%b %b HTTP/1.1" % (method, self._target), *kept, b"", rest)))
+        version = self._parser.get_http_version().encode()
+        self._parser, self._fed = HttpRequestParser(self), 0
+        first = b"%b %b HTTP/%b" % (method, self._target, version)
+        kept = [b"%b: %b" % each for each in self._headers.items() if each[0] not in _OF_UPGRADES]
+        asked = self._headers.get(b"connection", b"").lower().split(b",")
+        kept += [b"connection: %b" % each for each in _OF_LIVES & {each.strip() for each in asked}]
+        self._feed(b"\r\n".join((first, *kept, b"", rest)))
 
     # The parser calls these.
 
     def on_message_begin(self) -> None:
         self._is_in_head = True
-        self._fed = self._head_bytes = self._count = self._body_bytes = 0
+        self._head_bytes = self._count = self._body_bytes = 0
         self._target, self._headers, self._body = b"", {}, []
         self._since = self._host.now
 
@@ -184,6 +188,8 @@ class Connection(asyncio.Protocol):
         self._head_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_head:  # a trailer: who was let in by the head says no more of it
+            return
         self._head_bytes += len(name) + len(value)
         self._count += 1
         if self._count <= MAX_HEADERS:
@@ -192,7 +198,7 @@ class Connection(asyncio.Protocol):
             self._headers[name] = value if before is None else before + b", " + value
 
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
+        self._is_in_head, self._fed = False, 0
         parser = self._parser
         if parser.should_upgrade():
             return
@@ -216,7 +222,7 @@ class Connection(asyncio.Protocol):
         exchange.wants_more = self._headers.get(b"expect", b"").lower() == b"100-continue"
 
     def on_body(self, piece: bytes) -> None:
-        exchange = self._open
+        self._fed, exchange = 0, self._open
         if exchange is None or exchange.refusal is not None:
             return
         exchange.wants_more = False
@@ -228,6 +234,7 @@ class Connection(asyncio.Protocol):
         self._body.append(piece)
 
     def on_message_complete(self) -> None:
+        self._fed = 0
         exchange, self._open = self._open, None
         if exchange is None:
             return
@@ -252,6 +259,9 @@ class Connection(asyncio.Protocol):
         length = request.headers.get(b"content-length", b"0")
         if int(length) > self._host.max_body_bytes:  # the parser has seen that it is a number
             return self._body_too_large()
+        coding = request.headers.get(b"transfer-encoding", b"chunked")
+        if coding.lower() != b"chunked":
+            return BadRequest("transfer-encoding: nothing but chunked is read here")
         return None
 
     def _head_too_large(self) -> PdrtError:
