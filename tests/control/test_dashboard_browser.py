@@ -273,11 +273,11 @@ async def test_new_seconds_are_put_after_those_that_the_page_has(browser: api.Br
         for more in (5, 10):
             made.now += more
             await seen.later(1)
-            await seen.page.wait_for_function(f"{points} !== 100")
-        await seen.page.wait_for_function(f"{points} === 115")
+            await seen.page.wait_for_function(f"() => {points} !== 100")
+        await seen.page.wait_for_function(f"() => {points} === 115")
         made.now += 60  # nobody has looked for longer than the page asks for
         await seen.page.clock.fast_forward(60_000)
-        await seen.page.wait_for_function(f"{points} >= 175")
+        await seen.page.wait_for_function(f"() => {points} >= 175")
 
 
 @pytest.mark.slow

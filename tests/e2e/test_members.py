@@ -66,6 +66,7 @@ async def _is_gone(members: Members) -> bool:
     return len((await members.admin("GET", "/admin/members"))["members"]) == 2
 
 
+@pytest.mark.soak  # some three minutes
 @pytest.mark.alone  # a worker that gets no time for two seconds is taken for stuck
 async def test_every_process_is_restarted_in_turn_under_load_and_no_request_fails(
     tmp_path: Path,

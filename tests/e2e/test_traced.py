@@ -85,7 +85,7 @@ async def test_a_request_is_one_trace_and_its_phases_add_up(tmp_path: Path) -> N
         async with cluster.running():
             times = await asked(cluster)
             check_phases(times)
-            check_log(cluster, times)
+            await cluster.until(lambda: is_logged(cluster, times), "decode logs the same times")
             await check_metrics(cluster)
         # Stopped processes have sent what they had.
         check_trace(collector.of(TRACE))
@@ -105,10 +105,11 @@ def check_phases(times: dict[str, float]) -> None:
     assert 0 < times["token_mean"] <= times["token_max"] <= times["total"]
 
 
-def check_log(cluster: Cluster, times: dict[str, float]) -> None:
+async def is_logged(cluster: Cluster, times: dict[str, float]) -> bool:
+    """The line follows the answer."""
     text = cluster.nodes["decode0"].log.read_text()
     lines = [json.loads(line) for line in text.splitlines() if '"request_ended"' in line]
-    assert times in [line.get("timings_ms") for line in lines]
+    return times in [line.get("timings_ms") for line in lines]
 
 
 async def check_metrics(cluster: Cluster) -> None:
