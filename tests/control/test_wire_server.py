@@ -344,7 +344,9 @@ async def test_what_cannot_be_served_is_refused_in_json(
     request_: bytes, expected: tuple[int, str]
 ) -> None:
     async with rig() as r:
-        assert error_of(await r.ask(request_)) == expected
+        answer = await r.ask(request_)
+        assert error_of(answer) == expected
+        assert (answer[2]["error"]["type"] == "server_error") == (expected[0] == 500)
         assert (await r.ask(post("/echo", b"fine")))[0] == 200
 
 
