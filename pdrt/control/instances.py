@@ -335,4 +335,7 @@ def _host_port(text: str) -> tuple[str, int]:
 
 def reasons(instances: Sequence[Instance]) -> str:
     """Why none of these can serve."""
-    return "; ".join(filter(None, (each.why_not for each in instances))) or "none is configured"
+    return (
+        "; ".join(filter(None, (each.why_not for each in instances)))
+        or "none is listed or registered"
+    )
