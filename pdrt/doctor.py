@@ -253,7 +253,7 @@ def _port(name: str, host: str, port: int) -> Finding:
         except OSError as error:
             return wrong(
                 f"port: {port} on {host} ({name}): {error.strerror}",
-                f"stop what uses it, or set [ports] {name}",
+                f"no fault where it runs already; else stop what uses it, or set [ports] {name}",
             )
     return fine(f"port: {port} on {host} ({name}) is free")
 

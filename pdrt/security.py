@@ -60,7 +60,8 @@ class SecuritySection(Section):
                 return None
             return ClusterKey.from_text(text)
         except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such ~user
-            raise ConfigError(f"{where}: {error}") from error
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{where}: {why}") from error
 
     @property
     def is_key_file_exposed(self) -> bool:

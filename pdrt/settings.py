@@ -33,7 +33,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The tables in a file. Raises ConfigError."""
     try:
         return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:  # a number may have too many digits
         raise ConfigError(f"{path}: not TOML: {error}") from error

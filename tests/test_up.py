@@ -364,6 +364,7 @@ async def test_a_second_signal_does_not_wait(rig: Rig) -> None:
 
     async with asyncio.timeout(10):
         assert await rig.serve(twice, drain_s=600) == 1
+    assert "decode 0 was ended at once, as asked" in rig.said
     assert rig.nobody_is_left()
 
 
@@ -423,6 +424,7 @@ async def test_that_nothing_can_be_served_any_more_is_said_and_that_it_can_again
     await until(lambda: "no longer ready: no healthy decode instance" in rig.said)
     await tell(rig.parts[-1].url, "turn")
     await until(lambda: "ready again" in rig.said)
+    assert f"or pdrt top --url {rig.parts[-1].url}, shows it" in rig.said  # no usual port
     os.kill(os.getpid(), signal.SIGINT)
     assert await serving == 0
 

@@ -14,7 +14,13 @@ import secrets
 from typing import Any, Final, NoReturn, TypeAlias
 
 import structlog
-from aiohttp import ClientConnectorError, ClientError, web
+from aiohttp import (
+    ClientConnectorCertificateError,
+    ClientConnectorError,
+    ClientError,
+    ClientSSLError,
+    web,
+)
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -101,6 +107,14 @@ def error_response(error: PdrtError, request_id: str = "", stage: str = "") -> w
 def error_of(problem: Problem) -> PdrtError:
     """The exception for an error that travelled as a value; an unknown code is told, as a 500."""
     return _error(problem.code, problem.message, problem.stage, PdrtError)
+
+
+def tls_reason(error: ClientSSLError) -> str:
+    """For a person whose client and server did not agree on TLS."""
+    if isinstance(error, ClientConnectorCertificateError):
+        why = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
+        return f"its certificate is not trusted, {why}; SSL_CERT_FILE names a file of CAs to trust"
+    return "it does not speak TLS there: http:// instead of https://, perhaps"
 
 
 def error_from_answer(status: int, body: bytes, where: str) -> PdrtError:

@@ -345,4 +345,7 @@ def _split(text: str) -> tuple[str, int] | None:
 
 def reasons(instances: Sequence[Instance]) -> str:
     """Why none of these can serve."""
-    return "; ".join(filter(None, (each.why_not for each in instances))) or "none is configured"
+    return (
+        "; ".join(filter(None, (each.why_not for each in instances)))
+        or "none is listed or registered"
+    )

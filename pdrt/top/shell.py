@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from aiohttp import ClientConnectorError, ClientError, ClientSession, ClientTimeout
+from aiohttp import ClientConnectorError, ClientError, ClientSession, ClientSSLError, ClientTimeout
 from rich.console import Console
 from rich.live import Live
 
-from pdrt.control.http import error_from_answer
+from pdrt.control.http import error_from_answer, tls_reason
 from pdrt.errors import BadMessage, NotFound, PdrtError, Unauthorized, Unavailable
 from pdrt.top.frame import ALL, frame, room_for
 from pdrt.top.view import View, read_view
@@ -58,7 +58,8 @@ async def ask(session: ClientSession, base: str) -> Any:
             status = answer.status
     except (ClientError, TimeoutError, OSError) as error:
         why = _reason(error)
-        raise Unavailable(f"no router answers at {base} ({why}): is `pdrt up` running?") from error
+        advice = "is `pdrt up` running? --url names another address"
+        raise Unavailable(f"no router answers at {base} ({why}): {advice}") from error
     if status == 401:
         raise Unauthorized(f"the router at {base} wants an API key: --api-key KEY, or PDRT_API_KEY")
     if status == 404:
@@ -72,6 +73,8 @@ async def ask(session: ClientSession, base: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, ClientSSLError):
+        return tls_reason(error)
     if isinstance(error, ClientConnectorError) and error.os_error.errno:
         number = error.os_error.errno
         return os.strerror(number) if number > 0 else str(error.os_error.strerror)

@@ -22,7 +22,7 @@ import uvloop
 from aiohttp import ClientError, ClientSession, ClientTimeout
 from rich.console import Console
 
-from pdrt.config import NodeConfig
+from pdrt.config import NodeConfig, PortsSection
 from pdrt.device.poolsize import host_bytes
 from pdrt.errors import PeerLost, Unavailable
 from pdrt.folder import PrivateFolder
@@ -179,7 +179,7 @@ class Cluster:
 
     async def _watch(self, asked: Asked) -> None:
         """Show the load and report the dead until asked to stop, or until nobody is left."""
-        self._screen.say(f"{self._router.url}/ in a browser, or pdrt top, shows it at work", "dim")
+        self._screen.say(f"{self._router.url}/ in a browser, or {self._top()}, shows it", "dim")
         self._screen.say("Ctrl-C drains and stops", "dim")
         was_ready = True
         async with self._session() as session:
@@ -194,6 +194,11 @@ class Cluster:
                     return
                 self._screen.status(status_line(await self._statuses(session, living)))
                 await asked.stop_within(_STATUS_S)
+
+    def _top(self) -> str:
+        """How `pdrt top` finds this router, which it looks for on the usual port."""
+        is_usual = self._router.port == PortsSection().router
+        return "pdrt top" if is_usual else f"pdrt top --url {self._router.url}"
 
     async def _tell_readiness(self, session: ClientSession, was_ready: bool) -> bool:
         """Whether requests can be served just now; said when it has changed."""
@@ -240,8 +245,10 @@ class Cluster:
         until = time.monotonic() + grace_s + 1.0
         killed = await end(router, grace_s, asked.hurry)
         killed += await end(nodes, max(1.0, until - time.monotonic()), asked.hurry)
+        how = "was ended at once, as asked" if asked.hurry.is_set() else ""
         for child in killed:
-            self._screen.problem(f"{child.part.name} did not end in time and was killed")
+            name = child.part.name
+            self._screen.problem(f"{name} {how or 'did not end in time and was killed'}")
         for child in self.children:
             if child.exit_status and child not in killed and not child.is_told:
                 self._tell_end(child)

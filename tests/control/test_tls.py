@@ -16,15 +16,18 @@ from pathlib import Path
 
 import pytest
 import trustme
+from aiohttp import ClientSession
 
+from pdrt.chat import first_model
 from pdrt.config import NodeConfig, RouterConfig
 from pdrt.control.reload import watch
 from pdrt.control.router import make_router, make_server, tls_of
 from pdrt.control.tls import certificate_of, context_of
-from pdrt.errors import ConfigError
+from pdrt.errors import ConfigError, Unavailable
 from pdrt.keys import ClusterKey
 from pdrt.security import SecuritySection
 from pdrt.settings import check
+from pdrt.top.shell import ask
 from tests.control.fake_leader import stream
 from tests.control.router_rig import rig
 
@@ -124,6 +127,30 @@ async def test_plain_http_gets_nothing(ca: trustme.CA, tmp_path: Path) -> None:
         writer.write(b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n")
         assert b"HTTP" not in await reader.read()
         writer.close()
+
+
+async def test_who_does_not_trust_the_certificate_is_told_what_to_do(
+    ca: trustme.CA, tmp_path: Path
+) -> None:
+    async with served(section(put(tmp_path, ca.issue_cert(NAME)))) as port, ClientSession() as asks:
+        with pytest.raises(Unavailable, match=r"not trusted, .*SSL_CERT_FILE names"):
+            await ask(asks, f"https://127.0.0.1:{port}")
+        with pytest.raises(Unavailable, match=r"not trusted, .*SSL_CERT_FILE names"):
+            await first_model(asks, f"https://127.0.0.1:{port}/v1")
+
+
+async def test_who_asks_a_plain_server_by_tls_is_told_so() -> None:
+    plain = await asyncio.start_server(_plain, "127.0.0.1", 0)
+    port = plain.sockets[0].getsockname()[1]
+    async with plain, ClientSession() as asks:
+        with pytest.raises(Unavailable, match="does not speak TLS there"):
+            await ask(asks, f"https://127.0.0.1:{port}")
+
+
+async def _plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read(64)
+    writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    writer.close()
 
 
 async def test_a_renewed_certificate_is_used_and_open_connections_stay(
