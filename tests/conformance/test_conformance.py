@@ -7,8 +7,8 @@ import json
 from collections import defaultdict
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
-from unittest.mock import Mock
 
 import openai
 import pytest
@@ -85,7 +85,7 @@ def test_a_model_that_takes_no_tools_does_not_support_them_and_has_not_failed() 
     template = ChatTemplate("{{ messages }}", {}, datetime.now)
     with pytest.raises(BadRequest) as refused:
         template.render(Chat(({"role": "user", "content": "hi"},), {}, ({"type": "function"},)))
-    answer = Mock(status_code=400, headers={})
+    answer: Any = SimpleNamespace(status_code=400, headers={}, request=None)
     told = openai.BadRequestError(str(refused.value), response=answer, body=None)
     assert judged(told)[0] == "not supported"
 
