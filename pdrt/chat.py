@@ -139,6 +139,8 @@ async def first_model(session: ClientSession, base: str) -> str:
             if answer.status != 200:
                 raise error_from_answer(answer.status, await answer.read(), base)
             return str((await answer.json())["data"][0]["id"])
+    except ClientSSLError as error:
+        raise Unavailable(f"{base}: {tls_reason(error)}") from error
     except (ClientError, TimeoutError, OSError) as error:
         why = _reason(error)
         raise Unavailable(f"nobody serves at {base} ({why}): is `pdrt up` running?") from error

@@ -35,7 +35,8 @@ def listen(host: str, port: int) -> socket.socket:
 def _why(error: OSError, host: str, port: int) -> str:
     match error.errno:
         case errno.EADDRINUSE:
-            return f"port {port} on {host} is taken by another process: stop that, or set [ports]"
+            taken = f"port {port} on {host} is taken by another process"
+            return f"{taken}: stop that, or choose another in [ports]"
         case errno.EADDRNOTAVAIL:
             return f"{host} is not an address of this host"
         case errno.EACCES:

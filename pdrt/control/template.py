@@ -107,10 +107,10 @@ class _Source:
     def check_tools(self) -> None:
         """Raises BadRequest when it has no place for tools, or asks for calls in unknown words."""
         if not self._takes_tools:
-            raise BadRequest("tools: this model's chat template takes none")
+            raise BadRequest("tools: not supported, for this model's chat template takes none")
         if self.tool_format is None:
             raise BadRequest(
-                "tools: this model's chat template has a format that is not known here"
+                "tools: not supported, for the format of this chat template is not known here"
             )
 
     def turns(self, turns: Sequence[Json]) -> list[Json]:

@@ -56,6 +56,8 @@ async def ask(session: ClientSession, base: str) -> Any:
         async with session.get(f"{base}/overview", allow_redirects=False) as answer:
             body = await answer.content.read(_MOST_BYTES)
             status = answer.status
+    except ClientSSLError as error:
+        raise Unavailable(f"{base}: {tls_reason(error)}") from error
     except (ClientError, TimeoutError, OSError) as error:
         why = _reason(error)
         advice = "is `pdrt up` running? --url names another address"
@@ -73,8 +75,6 @@ async def ask(session: ClientSession, base: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, ClientSSLError):
-        return tls_reason(error)
     if isinstance(error, ClientConnectorError) and error.os_error.errno:
         number = error.os_error.errno
         return os.strerror(number) if number > 0 else str(error.os_error.strerror)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
+import openai
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -17,7 +20,9 @@ from pdrt.conformance.check import Check, Failed, NotServed, Result, alike, comp
 from pdrt.conformance.command import named
 from pdrt.conformance.endpoint import Endpoint
 from pdrt.conformance.shell import Asked, all_checks, checked, chosen, judged, show
-from pdrt.errors import ConfigError
+from pdrt.control.order import Chat
+from pdrt.control.template import ChatTemplate
+from pdrt.errors import BadRequest, ConfigError
 from tests.conformance.wrong_server import Manner, serving
 from tests.e2e.cluster import PATIENT, Cluster
 
@@ -74,6 +79,15 @@ def test_must_and_same_name_both_sides() -> None:
         must(False, "two", "three")
     with pytest.raises(Failed, match="it: expected 1, got 2"):
         same(1, 2, "it")
+
+
+def test_a_model_that_takes_no_tools_does_not_support_them_and_has_not_failed() -> None:
+    template = ChatTemplate("{{ messages }}", {}, datetime.now)
+    with pytest.raises(BadRequest) as refused:
+        template.render(Chat(({"role": "user", "content": "hi"},), {}, ({"type": "function"},)))
+    answer: Any = SimpleNamespace(status_code=400, headers={}, request=None)
+    told = openai.BadRequestError(str(refused.value), response=answer, body=None)
+    assert judged(told)[0] == "not supported"
 
 
 def test_what_is_ours_is_not_blamed_on_the_server() -> None:

@@ -445,7 +445,7 @@ def test_arguments_that_are_no_json_are_named() -> None:
     ],
 )
 def test_tools_that_a_template_cannot_offer_are_refused(source: str, said: str) -> None:
-    with pytest.raises(BadRequest, match=f"tools: .*{said}"):
+    with pytest.raises(BadRequest, match=f"tools: not supported, .*{said}"):
         template(source).render(chat_of())
     assert template(source).render(HI) is not None
 
