@@ -28,7 +28,8 @@ ERROR = b'{"error": {"code": "internal", "message": "boom", "type": "server_erro
 
 
 def marked(row: Row) -> object:
-    marks = [pytest.mark.slow, pytest.mark.timeout(120)] if row.is_slow else []
+    # These wait for half a minute each.
+    marks = [pytest.mark.soak, pytest.mark.timeout(120)] if row.is_slow else []
     return pytest.param(row, id=row.name.replace(" ", "-"), marks=marks)
 
 

@@ -31,6 +31,7 @@ def small(number: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.soak
 async def test_nodes_register_serve_leave_and_come_back_while_the_router_runs(
     tmp_path: Path,
 ) -> None:
@@ -119,6 +120,7 @@ SIZES: Tables = {
 }
 
 
+@pytest.mark.soak
 async def test_a_skewed_mix_loads_two_prefill_and_two_decode_instances_evenly(
     tmp_path: Path,
 ) -> None:

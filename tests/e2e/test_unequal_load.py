@@ -24,7 +24,7 @@ ALONE = Colocated()
     ("transport", "seconds"),
     [
         pytest.param("auto", 5, marks=[pytest.mark.slow, pytest.mark.timeout(120)]),
-        pytest.param("tcp", 5, marks=[pytest.mark.slow, pytest.mark.timeout(120)]),
+        pytest.param("tcp", 5, marks=[pytest.mark.soak, pytest.mark.timeout(120)]),
         pytest.param("auto", 600, marks=[pytest.mark.soak, pytest.mark.timeout(800)]),
     ],
 )
