@@ -36,6 +36,7 @@ def marked(row: Row) -> object:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def ground() -> AsyncIterator[Ground]:
     async with started(LIMITS, os.environ) as found:
+        assert await found.well() is not None  # whichever row is the first one
         yield found
 
 
