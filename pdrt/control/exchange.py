@@ -53,6 +53,13 @@ class Task(Protocol):
     def cancel(self) -> object: ...
 
 
+def cancel_each(*parts: Task | None) -> None:
+    """A call, a task: those that there are."""
+    for part in parts:
+        if part is not None:
+            part.cancel()
+
+
 class Leg(Protocol):
     def cancel(self) -> None:
         """Close the connection and give back what was counted."""
@@ -96,10 +103,7 @@ class PrefillLeg:
 
     def cancel(self) -> None:
         self._hold.release()
-        if self.call is not None:
-            self.call.cancel()
-        if self._task is not None:
-            self._task.cancel()
+        cancel_each(self.call, self._task)
 
     def on_head(self, status: int, headers: Headers) -> None:
         self._status, self._headers = status, headers
@@ -185,10 +189,7 @@ class JoinLeg:
         self._call = self._post(self)
 
     def cancel(self) -> None:
-        if self._call is not None:
-            self._call.cancel()
-        if self._task is not None:
-            self._task.cancel()
+        cancel_each(self._call, self._task)
 
     def on_head(self, status: int, headers: Headers) -> None:
         self._status, self._headers = status, headers

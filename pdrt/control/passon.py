@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Final
 
-from pdrt.control.exchange import Owner, Task
+from pdrt.control.exchange import Owner, Task, cancel_each
 from pdrt.control.http import Json
 from pdrt.control.instances import Hold, Instance
 from pdrt.control.legs import (
@@ -99,10 +99,7 @@ class DecodeLeg:
 
     def cancel(self) -> None:
         self._hold.release()
-        if self.call is not None:
-            self.call.cancel()
-        if self._task is not None:
-            self._task.cancel()
+        cancel_each(self.call, self._task)
 
     def flow(self, *, is_full: bool) -> None:
         """The client has fallen behind, or has caught up."""
