@@ -17,6 +17,7 @@ import structlog
 from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
 
 from pdrt.control.http import cause_of
+from pdrt.control.wire.outbox import Outbox
 
 IDLE_S: Final = 3.0  # below any leader's limit; what a burst needed is soon let go again
 LOOK_EVERY_S: Final = 1.0
@@ -104,7 +105,7 @@ class Connection(asyncio.Protocol):
         if call.is_paused:
             self.pause()
         if len(body) < _SHORT:
-            self._transport.write(head + body)
+            self._pool.outbox.write(self._transport, head + body)
         else:
             self._transport.writelines((head, body))
 
@@ -127,6 +128,7 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         if self._transport is not None:
+            self._pool.outbox.flush()
             self._transport.close()
 
     # asyncio calls these.
@@ -230,7 +232,10 @@ _NO_ANSWER: Final = "closed the connection without an answer"
 class Pool:
     """Connections to one address: the one used last is used next, and the idle ones end."""
 
-    def __init__(self, url: str, connect_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, url: str, connect_s: float, clock: Callable[[], float], outbox: Outbox
+    ) -> None:
+        self.outbox = outbox
         parts = urlsplit(url)
         assert parts.hostname is not None, "an instance's URL has been checked"
         assert parts.port is not None, "the same"
@@ -326,12 +331,13 @@ class Pools:
         self._connect_s = connect_s
         self._loop = asyncio.get_running_loop()
         self._pools: dict[str, Pool] = {}
+        self._outbox = Outbox()
         self._next_look = self._loop.call_later(LOOK_EVERY_S, self._look)
 
     def pool(self, url: str) -> Pool:
         found = self._pools.get(url)
         if found is None:
-            found = self._pools[url] = Pool(url, self._connect_s, self._loop.time)
+            found = self._pools[url] = Pool(url, self._connect_s, self._loop.time, self._outbox)
         return found
 
     def _look(self) -> None:

@@ -20,6 +20,7 @@ from httptools import (
 )
 
 from pdrt.control.wire.exchange import Exchange, Handler
+from pdrt.control.wire.outbox import Outbox
 from pdrt.control.wire.reply import Reply
 from pdrt.control.wire.request import Headers, Request, split_target
 from pdrt.control.wire.routes import Routes
@@ -73,6 +74,7 @@ class Host(Protocol):
     now: float  # of the last look
     is_closing: bool
     tasks: set[asyncio.Task[None]]
+    outbox: Outbox
 
     def came(self, connection: Connection) -> None: ...
 
@@ -331,7 +333,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, data: bytes) -> None:
         if self._transport is not None:
-            self._transport.write(data)
+            self._host.outbox.write(self._transport, data)
 
     def head_lines(self, request: Request) -> bytes:
         host = self._host
@@ -345,12 +347,15 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
+        is_last = not exchange.keeps_alive or (self._is_closing and not self._queue)
+        if not is_whole or self._lingers or is_last:
+            self._host.outbox.flush()
         if not is_whole:
             transport.abort()
         elif self._lingers:
             if transport.can_write_eof():
                 transport.write_eof()
-        elif not exchange.keeps_alive or (self._is_closing and not self._queue):
+        elif is_last:
             transport.close()
         elif self._queue or self._ahead:
             asyncio.get_running_loop().call_soon(self._go_on)
@@ -381,6 +386,7 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """End at once if nothing is under way."""
         if self._transport is not None and self.is_idle:
+            self._host.outbox.flush()
             self._transport.close()
 
     def abort(self) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 from pdrt.control.http import new_request_id
 from pdrt.control.listen import BACKLOG
 from pdrt.control.wire.connection import Connection, Site
+from pdrt.control.wire.outbox import Outbox
 from pdrt.errors import Overloaded
 
 LOOK_EVERY_S: Final = 1.0
@@ -41,6 +42,7 @@ class Server:
         self._by_address: Counter[str] = Counter()
         self._listening: socket.socket | None = None
         self.tasks: set[asyncio.Task[None]] = set()
+        self.outbox = Outbox()
         self._connections: set[Connection] = set()
         self._empty = asyncio.Event()
         self._empty.set()
