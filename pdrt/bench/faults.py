@@ -204,6 +204,7 @@ async def tried(router: str, row: OneRow[P], ground: P, limits: Limits, tell: Te
     tell(f"{router}: {row.name}")
     patience_s = limits.answer_s(row.want) + BOUND_S
     ground.caller = replace(ground.caller, patience_s=patience_s)
+    await ground.well()  # backends in a process that stood still are taken for dead a while
     got: Got = await row.act(ground)
     released = await ground.released(_MOST_S)
     outcome = Outcome(got, released, await ground.well())

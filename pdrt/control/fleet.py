@@ -36,6 +36,8 @@ from pdrt.errors import (
 
 _MODELS: Final = 1024  # remembered of those that have gone
 
+_MOST_NAMES: Final = 64
+
 log = structlog.get_logger(__name__)
 
 
@@ -343,7 +345,7 @@ class Fleet:
             set_scales(each for each in (*self.decode, *self.hybrid) if each.model == name)
             view = view_of(name, self._pairs_for(name), self._grade)
             self._views[name] = view
-        if model in ("", name):
+        if len(self._views) < _MOST_NAMES:  # plain backends are asked for by any name
             self._views[model] = view
         return view
 

@@ -97,6 +97,9 @@ def cost_of(order: Order) -> int:
     return sum(OrderJob(part, seed=0).answer_weight for part in order.parts())
 
 
+_PROMPTS: Final = ("prompt", "text", "input_ids", "messages")
+
+
 class PlainJob:
     """A request for plain backends: the client's own bytes, and where to meet spliced in."""
 
@@ -104,10 +107,15 @@ class PlainJob:
         self.fields, self._raw = fields, raw
         self.stream = fields.get("stream") is True
         self.sequences = 1
-        names = ("prompt", "text", "input_ids", "messages")
-        self.prompt: object = next((fields[n] for n in names if n in fields), None)
+        self.prompt: object = None
+        for name in _PROMPTS:
+            if name in fields:
+                self.prompt = fields[name]
+                break
         self.prompt_weight = weight_of(self.prompt)
         self.answer_weight = self.prompt_weight
+        self._met: tuple[int, tuple[str, int]] | None = None
+        self._meeting = b""
 
     @property
     def pin(self) -> Pin | None:
@@ -119,11 +127,17 @@ class PlainJob:
             return self._raw
         raw = self._without_stream() if side == "prefill" else self._raw
         if raw is not None and self._is_open:
-            end = _meeting(meeting.room, *meeting.bootstrap)
-            return b"%b,%b" % (raw[: raw.rindex(b"}")], end[1:])
-        meet = json.loads(_meeting(meeting.room, *meeting.bootstrap))
+            end = self._meet(meeting.room, meeting.bootstrap)[1:]
+            return b"%b,%b" % (raw[: raw.rindex(b"}")], end)
+        meet = json.loads(self._meet(meeting.room, meeting.bootstrap))
         left_out = _STREAMING if side == "prefill" else ()
         return _dumped({k: v for k, v in self.fields.items() if k not in left_out} | meet)
+
+    def _meet(self, room: int, bootstrap: tuple[str, int]) -> bytes:
+        """The same for both legs."""
+        if self._met != (room, bootstrap):
+            self._met, self._meeting = (room, bootstrap), _meeting(room, *bootstrap)
+        return self._meeting
 
     @property
     def _is_open(self) -> bool:

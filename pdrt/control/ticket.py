@@ -84,7 +84,7 @@ class Tools:
         return self.key is None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: each field of those costs a call
 class Ticket:
     """One request on its way: the job, where it goes and how long it may take."""
 

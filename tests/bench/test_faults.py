@@ -45,7 +45,8 @@ async def ground() -> AsyncIterator[Ground]:
 async def test_the_router_keeps_the_bounds_of_a_fault(row: Row, ground: Ground) -> None:
     """CASES 1, 2, 27, 30, 79, 95: whatever goes wrong ends soon, typed, and frees both legs."""
     line = await tried("pdrt", row, ground, LIMITS, lambda _text: None)
-    assert line.problems == [], line.outcome.got
+    got = line.outcome.got
+    assert line.problems == [], (got.body[:400], got)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

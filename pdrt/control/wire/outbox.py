@@ -8,6 +8,9 @@ that each write would wake it anew; those made together wake it once.
 from __future__ import annotations
 
 import asyncio
+from typing import Final
+
+MOST: Final = 1 << 16  # bytes: beyond, whoever reads too slowly must become known at once
 
 
 class Outbox:
@@ -15,15 +18,19 @@ class Outbox:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[asyncio.Transport, bytes]] = []
+        self._bytes = 0
 
     def write(self, transport: asyncio.Transport, data: bytes) -> None:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self.flush)
         self._waiting.append((transport, data))
+        self._bytes += len(data)
+        if self._bytes > MOST:
+            self.flush()
 
     def flush(self) -> None:
         """Now: before what must come after, like the end of a connection."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
         for transport, data in waiting:
             if not transport.is_closing():
                 transport.write(data)
