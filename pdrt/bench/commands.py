@@ -10,6 +10,7 @@ from rich.console import Console
 
 from pdrt import config
 from pdrt.bench.serve_command import SERVE, serve
+from pdrt.bench.sweep_command import SWEEP, sweep
 from pdrt.config import NodeConfig
 from pdrt.errors import ConfigError
 from pdrt.given import with_key, with_model
@@ -23,6 +24,7 @@ bench = typer.Typer(
     epilog="Examples: `pdrt bench transfer` · `pdrt bench first-token`",
 )
 bench.command("serve", epilog=SERVE)(serve)
+bench.command("sweep", epilog=SWEEP)(sweep)
 
 
 @bench.command(

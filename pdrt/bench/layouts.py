@@ -21,6 +21,7 @@ from pdrt.bench.bound import bound
 from pdrt.bench.shell import run
 from pdrt.config import NodeConfig, PortsSection
 from pdrt.device.poolsize import host_bytes
+from pdrt.errors import PeerLost, Unavailable
 from pdrt.folder import PrivateFolder
 from pdrt.sim.arrangement import Arrangement
 from pdrt.up.layout import Machine, Part, Value, Wanted, lay_out
@@ -32,6 +33,7 @@ from pdrt.up.shell import Asked, Cluster, Patience
 T = TypeVar("T")
 Ask: TypeAlias = Callable[[str], Awaitable[T]]  # given the router's URL
 _FREE: Final = PortsSection(router=0, prefill=0, decode=0, hybrid=0, bootstrap=0, admin=0)
+_LAST_WORDS: Final = 1000  # characters
 _PREFIX: Final = "pdrt-bench-"
 # Both cores are full while prompts are computed: who is late to answer is not dead.
 _PATIENT: Final[dict[str, Value]] = {"heartbeat_s": 10.0, "heartbeat_timeout_s": 10.0}
@@ -107,7 +109,8 @@ class Ground:
             key_file = private.path / "key"
             key = new_key(key_file)
 
-            screen = Screen(Console(file=io.StringIO()))
+            said = io.StringIO()
+            screen = Screen(Console(file=said, width=200))
             parts = self.parts(layout, key_file)
             cores = placed(parts, self.cores)
 
@@ -121,7 +124,11 @@ class Ground:
                 found.extend(await _unless_stopped(ask(url), asked))
 
             patience = Patience(self.defaults.timeouts.startup_s, self.defaults.timeouts.drain_s)
-            run(cluster.serve(patience, meanwhile))
+            try:
+                run(cluster.serve(patience, meanwhile))
+            except PeerLost as error:
+                words = " ".join(said.getvalue().split())[-_LAST_WORDS:]
+                raise Unavailable(f"{error}: {words}") from error
         if not found:
             raise KeyboardInterrupt
         return found[0]

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import math
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pdrt.bench import peers
+from pdrt.bench.bar import Bar
 from pdrt.bench.facts import machine_facts
 from pdrt.bench.load import Arrivals, Form, Server
 from pdrt.bench.prompts import Prompts
-from pdrt.bench.rounds import Effort, Load, Step, Turns, measure
+from pdrt.bench.rounds import Effort, Load, Turns, measure
 from pdrt.bench.serve_plot import draw
 from pdrt.bench.shell import Report, run, write_points
 from pdrt.bench.summary import Limits, Turn, point, ratios
 from pdrt.errors import ConfigError
 
-_COLUMNS: Final = (
-    TextColumn("{task.description}"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TimeElapsedColumn(),
-)
-_REDRAW_S: Final = 0.5  # drawing takes the client's time
 _BUSY: Final = 0.5  # of a core: above, the client's own queue shows in the figures
 _MANY: Final = 1.2  # tokens an event: gaps are no longer those of tokens
 _LOAD: Final = "load"
@@ -88,8 +79,8 @@ def serve(asked: Asked, report: Report, console: Console) -> int:
     asked = replace(asked, prompts=fresh(asked.prompts))
     loads = asked.loads()
     total = asked.effort.requests(len(asked.servers), loads)
-    with progress(report.is_quiet, total) as step:
-        turns = run(measure(asked.servers, loads, asked.effort, step))
+    with Bar(report.is_quiet, total, "warming up") as bar:
+        turns = run(measure(asked.servers, loads, asked.effort, bar.step))
     if not report.is_quiet:
         if asked.is_peers:
             peers.show(console, asked.servers, turns)
@@ -153,27 +144,6 @@ def told_load(
 
 
 # For a person.
-
-
-@contextmanager
-def progress(is_quiet: bool, total: int) -> Iterator[Step]:
-    """Drawn at times, between two requests: a thread that draws would be measured too."""
-    console = Console(stderr=True, highlight=False)
-    bar = Progress(*_COLUMNS, console=console, auto_refresh=False, disable=is_quiet)
-    drawn_at = 0.0
-    with bar:
-        task = bar.add_task("warming up", total=total)
-
-        def step(whose: str) -> None:
-            nonlocal drawn_at
-            now = time.monotonic()
-            bar.update(task, description=whose, advance=1)
-            if now - drawn_at >= _REDRAW_S:
-                drawn_at = now
-                bar.refresh()
-
-        yield step
-        bar.update(task, description="measured", refresh=True)
 
 
 def show(console: Console, servers: Sequence[Server], turns: Turns, limits: Limits) -> None:

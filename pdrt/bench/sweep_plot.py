@@ -29,6 +29,10 @@ class Picture:
     part: str = ""
     is_log: bool = True
 
+    @property
+    def is_latency(self) -> bool:
+        return bool(self.part)
+
     def value(self, point: Point) -> float | None:
         """None where it was not measured, or where a log axis has no place for it."""
         told = point.get(self.key)
@@ -69,6 +73,10 @@ class Panel:
     @property
     def title(self) -> str:
         return f"{_WORD[self.swept]} length swept, {_WORD[self.fixed]} {self.at} tokens"
+
+    @property
+    def short(self) -> str:
+        return "in" if self.swept == "input_len" else "out"
 
     def line(
         self, points: Sequence[Point], layout: str, picture: Picture
@@ -166,7 +174,7 @@ def _dress(axis: Axes, panel: Panel, picture: Picture) -> None:
     axis.set_xticks(panel.lengths, [str(length) for length in panel.lengths], minor=False)
     axis.set_xlabel(f"{_WORD[panel.swept]} length, tokens")
     axis.set_ylabel(picture.label)
-    if picture.is_log:
+    if picture.is_log and axis.dataLim.height >= 0:  # else nothing was measured
         _label_logs(axis)
     else:
         axis.set_ylim(bottom=0)

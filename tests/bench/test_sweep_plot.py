@@ -73,3 +73,9 @@ def test_four_pictures_are_drawn(tmp_path: Path) -> None:
     ]
     assert all(file.stat().st_size > 10_000 for file in files)
     assert draw([], tmp_path / "none") == []
+
+
+def test_what_nobody_measured_is_an_empty_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'pdrt[plot]'")
+    points = [{**point("dp", 64, 1), "itl_ms": None}, {**point("1P3D", 64, 1), "itl_ms": None}]
+    assert len(draw(points, tmp_path)) == 4
