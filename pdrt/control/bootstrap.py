@@ -99,10 +99,6 @@ class BootstrapState:
     counters: Counter[str] = field(default_factory=Counter)
 
     @property
-    def expected_count(self) -> int:
-        return self.sizes.tp * self.sizes.cp * self.sizes.dp
-
-    @property
     def instance_epoch(self) -> int:
         """Rises whenever the leader or one of its ranks begins a new life."""
         return max([self.epoch, *(entry.said.instance_epoch for entry in self.rank_table.values())])

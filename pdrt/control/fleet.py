@@ -392,7 +392,8 @@ class Fleet:
             return NoPrefill(f"no healthy prefill instance{named}: {reasons(prefill)}")
         sides = decode or hybrid
         if not any(e.is_routable and e not in without for e in sides):
-            return NoDecode(f"no healthy decode instance{named}: {reasons(sides)}")
+            kind = "hybrid" if hybrid and not decode else "decode"
+            return NoDecode(f"no healthy {kind} instance{named}: {reasons(sides)}")
         untried = (f"{p.name}: {p.reason}" for p in self.pairs if p.is_routable)
         return Unavailable(f"no pair has passed its canary yet: {'; '.join(untried)}"[:1000])
 

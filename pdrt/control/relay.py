@@ -143,11 +143,6 @@ class Relay:
             return "disagg"
         return f"fallback:{self.choice.fallback}" if self.choice.fallback else "local"
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the client has a part of its answer."""
-        return self.first_byte_at is not None
-
     def start(self) -> None:
         self._alarm = self._tools.clocks.alarm(self._time_left(), self._on_deadline)
         self._is_busy = True

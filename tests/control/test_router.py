@@ -56,7 +56,7 @@ async def test_nothing_is_answered_before_decode_has_something_to_say() -> None:
         await until(lambda: bool(r.router.relays))
         relay = next(iter(r.router.relays))
         await until(lambda: relay.route.state == "awaiting")
-        assert not relay.has_begun
+        assert relay.first_byte_at is None
         assert not asked.done()
         gate.set()
         assert (await asked).status == 200

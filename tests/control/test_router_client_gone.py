@@ -133,7 +133,7 @@ async def test_a_reader_that_has_stopped_does_not_outlive_the_deadline() -> None
         r.decode[0].plays.append(stream(*[chunk] * 512))
         client = await RawClient.send(r)
         await client.reader.read(1)
-        await until(lambda: any(relay.has_begun for relay in r.router.relays))
+        await until(lambda: any(relay.first_byte_at is not None for relay in r.router.relays))
         r.time.pass_deadlines()
         await _all_gone(r.decode[0])
         gate.set()
@@ -165,7 +165,7 @@ async def test_a_reader_that_stops_for_too_long_is_cut_on_both_legs_and_counted(
         client = await RawClient.send(r)
         await client.reader.read(1)
         relay = next(iter(r.router.relays))
-        await until(lambda: relay.has_begun and any(each.is_full for each in r.server.all))
+        await until(lambda: relay.first_byte_at is not None and any(each.is_full for each in r.server.all))
         for seconds in (1, 4):  # it is seen to stand still from the first look on
             r.server.look(r.server.now + seconds)
         assert r.router.relays

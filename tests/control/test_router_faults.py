@@ -220,7 +220,7 @@ async def test_the_deadline_ends_a_stream_with_an_error_event() -> None:
     async with rig() as r:
         r.decode[0].plays.append(stream(b"data: 1\n\n", ending="hang"))
         asked = asyncio.create_task(_stream_of(r))
-        await until(lambda: any(relay.has_begun for relay in r.router.relays))
+        await until(lambda: any(relay.first_byte_at is not None for relay in r.router.relays))
         r.time.pass_deadlines()
         _, body = await asked
         assert b"event: error" in body
@@ -234,7 +234,7 @@ async def test_what_prefill_says_after_decodes_answer_has_begun_does_not_matter(
         r.prefill[0].plays.append(after(gate, status(500, "late", "internal")))
         r.decode[0].plays.append(stream(b"data: 1\n\n", more, b"data: 2\n\n"))
         asked = asyncio.create_task(_stream_of(r))
-        await until(lambda: any(relay.has_begun for relay in r.router.relays))
+        await until(lambda: any(relay.first_byte_at is not None for relay in r.router.relays))
         gate.set()
         await until(lambda: r.instance(r.prefill[0]).load.requests == 0)
         more.set()

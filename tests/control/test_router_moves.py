@@ -224,7 +224,7 @@ async def test_it_does_not_wait_after_one_that_fell_silent() -> None:
         r.decode[0].plays.append(stream(told(1), told(2), ending="hang"))
         sending = r.sending(prompt="hi", stream=True)
         await r.decode[0].nth(1)
-        await until(lambda: any(relay.has_begun for relay in r.router.relays))
+        await until(lambda: any(relay.first_byte_at is not None for relay in r.router.relays))
         for _miss in range(2):
             r.instance(r.decode[0]).missed("no answer")
         assert b"peer_lost" in (await sending).body
