@@ -121,7 +121,7 @@ class Solo:
         if done >= 3:
             self._eager = 0
         else:
-            self._eager = min(self._eager + 1, 4)
+            self._eager = min(self._eager + 1, 6)
             self._pause = 1 << self._eager
 
 
