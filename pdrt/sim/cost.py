@@ -80,7 +80,7 @@ class DpCost(Section):
     """What it means that several workers (dp ranks) are one instance."""
 
     lockstep: bool = False  # its ranks step together; each step lasts as long as the longest
-    exchange_ms: NotNegative = 0.0  # and for each rank beyond the first so much longer
+    exchange_ms: NotNegative = 0.0  # and longer by this times (ranks - 1) / ranks
 
 
 class TransferCost(Section):
