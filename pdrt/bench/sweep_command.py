@@ -25,7 +25,7 @@ SWEEP: Final = (
     " `pdrt bench sweep --model null --workers 8 --layouts dp,route8,2P6D`"
 )
 _MOST_WORKERS: Final = 64
-_FEW, _MANY = 32, 1024  # requests: of the usual sweep, and of --full
+_FEW, _MANY = 16, 1024  # requests: of the usual sweep, and of --full
 _NULL: Final = "null"
 _DEVICE: Final = {"step_ms": 5.0, "token_ms": 0.2}  # null's, unless told otherwise
 
@@ -69,7 +69,7 @@ def sweep(
             " input 512, 1,024 requests.",
         ),
     ] = False,
-    requests: Annotated[int, typer.Option(min=0, help="Of each point. [default: 32]")] = 0,
+    requests: Annotated[int, typer.Option(min=0, help="Of each point. [default: 16]")] = 0,
     concurrency: Annotated[
         int, typer.Option(min=0, max=4096, help="In flight; 0: all at once.")
     ] = 0,

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from pdrt.bench.layouts import Ground, Layout, placed
 from pdrt.bench.load import Arrivals
 from pdrt.bench.shell import Report
-from pdrt.bench.summary import Limits
+from pdrt.bench.summary import Limits, Turn, point
 from pdrt.bench.sweep import Asked, Shown, sweep
 from pdrt.bench.sweep_command import arrangements_of, grid_of
 from pdrt.bench.sweep_plot import PICTURES, Point, panels
@@ -30,7 +30,7 @@ from pdrt.config import NodeConfig
 from pdrt.errors import ConfigError, Unavailable
 from pdrt.sim.arrangement import named
 from pdrt.up.layout import Wanted
-from tests.bench.scripted import WHOLE, Scripted, serving
+from tests.bench.scripted import WHOLE, Scripted, documented, serving
 
 GRID = Grid((8, 16), (4, 6), 8, 4)
 AMOUNT = Amount(requests=5, concurrency=0, vocab=250, seed=1)
@@ -190,6 +190,15 @@ def test_points_of_another_sweep_are_refused_by_name(tmp_path: Path) -> None:
         store.kept("dp", Cell(8, 4))
 
 
+def test_every_key_of_a_point_is_in_the_docs_and_no_other(tmp_path: Path) -> None:
+    run(Places(), tmp_path)
+    told = json.loads((tmp_path / "dp-in8-out4.json").read_text())
+    of_serve = set(point(Turn(seconds=1.0), Limits()))
+    written = {*told, "dtype", "chunk", "step_ms", "token_ms"}  # which the command adds
+    assert of_serve <= set(told)
+    assert written - of_serve == documented("### JSON of a sweep")
+
+
 # What goes wrong.
 
 
@@ -235,12 +244,12 @@ def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_the_best_has_the_highest_throughput_or_the_lowest_latency() -> None:
-    def point(layout: str, rate: float, ms: float | None) -> Point:
+    def told(layout: str, rate: float, ms: float | None) -> Point:
         lengths = {"input_len": 8, "output_len": 4}
         ttft = None if ms is None else {"mean": ms}
         return {"layout": layout, **lengths, "requests_per_s": rate, "ttft_ms": ttft}
 
-    points = [point("dp", 1.0, 5.0), point("1P1D", 2.0, 9.0), point("route2", 1.5, None)]
+    points = [told("dp", 1.0, 5.0), told("1P1D", 2.0, 9.0), told("route2", 1.5, None)]
     panel, _ = panels(points)
     picked = [best(points, panel, 8, picture) for picture in PICTURES]
     assert picked == ["-", "1P1D", "dp", "-"]
