@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from pdrt import config
+from pdrt.bench.calibrate_command import CALIBRATE, calibrate
 from pdrt.config import NodeConfig
 from pdrt.errors import ConfigError
 from pdrt.given import with_key, with_model
@@ -21,6 +22,7 @@ bench = typer.Typer(
     no_args_is_help=True,
     epilog="Examples: `pdrt bench transfer` · `pdrt bench first-token`",
 )
+bench.command("calibrate", epilog=CALIBRATE)(calibrate)
 
 
 @bench.command(
