@@ -28,6 +28,7 @@ class Limits:
     patience: int = 8  # how often a request is overtaken before it is waited for
     lookahead: int = 64  # of those that wait, so many that do not fit are looked at in a step
     vocab: int = 0  # tokens that the model knows; 0: not known
+    is_blind: bool = False  # nobody reads tokens (the simulator): see `steady`
 
     @property
     def max_held(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pdrt.device.batch import Drawn, Odds, Scoring, SeqStep
@@ -19,6 +19,7 @@ from pdrt.messages import Problem
 from pdrt.sched.limits import Limits
 from pdrt.sched.request import Request
 from pdrt.sched.sequences import draws
+from pdrt.sched.steady import is_steady
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,12 @@ class Plan:
     retracted: int = 0
     expired: int = 0
     moves: Moves = NO_MOVES  # before the batch
+    steady: Sequence[Request] = ()  # with `is_blind`: one more token each, in the same step
 
     @property
     def is_for_device(self) -> bool:
         """Otherwise: wait for an event or timer."""
-        return bool(self.batch or self.moves)
+        return bool(self.batch or self.moves or self.steady)
 
     @property
     def prompt_tokens(self) -> int:
@@ -90,8 +92,10 @@ class Batch:
     def __init__(self, limits: Limits) -> None:
         self.prefill_tokens = limits.max_prefill_tokens  # what is left of them
         self._scrap = min(limits.block_size, limits.max_prefill_tokens)
+        self._is_blind = limits.is_blind
         self._decode: list[SeqStep] = []
         self._chunks: list[SeqStep] = []
+        self.steady: list[Request] = []
 
     @property
     def steps(self) -> tuple[SeqStep, ...]:
@@ -107,6 +111,9 @@ class Batch:
         for r in runners:
             tokens, start = r.tokens, r.computed
             if len(tokens) - start == 1 and len(tokens) > r.prompt_tokens:  # most are: no calls
+                if self._is_blind and is_steady(r):
+                    self.steady.append(r)
+                    continue
                 step = SeqStep(r.key, tokens[start:], start, r.blocks, r.draw, (), r.copy_from)
                 self._decode.append(step)
             else:

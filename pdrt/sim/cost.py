@@ -6,10 +6,10 @@ scheduler with all its devices.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -21,6 +21,7 @@ from pdrt.settings import Positive, Section, check, read_toml
 NotNegative = Annotated[float, Field(ge=0)]
 AboveZero = Annotated[float, Field(gt=0)]
 Point = Annotated[tuple[NotNegative, NotNegative], Field(strict=False)]
+Factor = Annotated[tuple[Positive, AboveZero], Field(strict=False)]
 Row = Annotated[tuple[AboveZero, AboveZero, AboveZero, AboveZero], Field(strict=False)]
 
 _MS: Final = 1e-3
@@ -69,6 +70,9 @@ class RequestCost(Section):
     front_ms: NotNegative = 0.0  # router and server, before a prompt can be planned
     handshake_ms: NotNegative = 0.0  # apart: from decode's blocks until prefill knows of them
     token_ms: NotNegative = 0.0  # from a step's end until the client has its token
+    # Work of one process that stands for router, nodes and clients; what waits for it is late.
+    cpu_ms: NotNegative = 0.0  # for each request, before it is planned
+    token_cpu_ms: NotNegative = 0.0  # for each token, before its client has it
 
 
 class DpCost(Section):
@@ -82,17 +86,27 @@ class TransferCost(Section):
     curve: Annotated[tuple[Row, ...], Field(strict=False)] = ()  # (bytes, GB/s, avg us, p99 us)
     parallel: Positive = 1  # writes that are under way at once
     devices: Positive = 1  # that wrote together when the curve was measured
+    cpu_share: Annotated[float, Field(ge=0, le=1)] = 0.0  # of its time: work on shared cores
 
     @model_validator(mode="after")
     def _rises(self) -> Self:
         sizes = [row[0] for row in self.curve]
-        if any(b <= a for a, b in itertools.pairwise(sizes)):
+        if any(b <= a for a, b in pairwise(sizes)):
             raise ValueError(f"curve: sizes must rise, not {sizes}")
         return self
 
 
 class MachineCost(Section):
     cores: Annotated[int, Field(ge=0)] = 0  # that all workers share; 0: each has its own
+    # (workers that step at once, how many times as long a step takes): they share more than cores.
+    crowd: Annotated[tuple[Factor, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _rises(self) -> Self:
+        busy = [count for count, _ in self.crowd]
+        if any(b <= a for a, b in pairwise(busy)) or (self.crowd and not self.cores):
+            raise ValueError(f"crowd: counts must rise, and [machine] cores be given, not {busy}")
+        return self
 
 
 class Cost(Section):
@@ -183,7 +197,7 @@ def write_us(transfer: TransferCost, size: float, *, tail: bool = False) -> floa
     column = 3 if tail else 2
     if size <= curve[0][0]:
         return curve[0][column]
-    for low, high in itertools.pairwise(curve):
+    for low, high in pairwise(curve):
         if size <= high[0]:
             share = math.log(size / low[0]) / math.log(high[0] / low[0])
             return float(low[column] * (high[column] / low[column]) ** share)
