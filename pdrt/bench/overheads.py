@@ -58,14 +58,20 @@ class Overheads:
 
 
 def overheads(together: Seen, apart: Seen) -> Overheads:
-    """A request and a token take the same way, there and back: each has half of the time."""
+    """A request and a token take the same way, there and back: each has half of the time.
+
+    What of it is work is counted as work, and not once more as waiting.
+    """
     step_ms = max(0.0, together.gap_ms - STEP_MS)
-    way_ms = max(0.0, together.ttft_ms - STEP_MS - step_ms)
+    work_ms = together.request_cpu_ms + together.token_cpu_ms
+    way_ms = max(0.0, together.ttft_ms - STEP_MS - step_ms - work_ms)
+    cpu_ms = statistics.fmean((together.request_cpu_ms, apart.request_cpu_ms))
+    later_ms = apart.ttft_ms - together.ttft_ms
     return Overheads(
         front_ms=way_ms / 2,
-        handshake_ms=max(0.0, apart.ttft_ms - together.ttft_ms),
+        handshake_ms=max(0.0, later_ms - (apart.request_cpu_ms - together.request_cpu_ms)),
         token_ms=way_ms / 2,
-        cpu_ms=statistics.fmean((together.request_cpu_ms, apart.request_cpu_ms)),
+        cpu_ms=cpu_ms,
         token_cpu_ms=statistics.fmean((together.token_cpu_ms, apart.token_cpu_ms)),
         step_ms=step_ms,
     )

@@ -115,7 +115,8 @@ def nnls(rows: Array, wanted: Array) -> Array:
             break
         free[int(pull.argmax())] = True
         x = _settled(matrix, wanted, x, free)
-    return x / scale
+    found: Array = x / scale
+    return found
 
 
 def _settled(matrix: Array, wanted: Array, x: Array, free: npt.NDArray[np.bool_]) -> Array:

@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import Final
 
-import numpy as np
-
 from pdrt.device.batch import Draw, Runner, SeqStep
 from pdrt.messages import Sampling
 from pdrt.sim.cost import chunk_pairs
@@ -68,9 +66,9 @@ def grid(chunk: int, most: int, longest: int) -> list[Shape]:
     """For chunks of up to `chunk` tokens, up to `most` sequences, none beyond `longest` tokens."""
     contexts = [c for c in (*_CONTEXTS, longest // 2) if c <= longest]
     decode = [Shape(decoding=n, context=c) for n in doubled(1, most) for c in sorted({*contexts})]
-    sizes, starts = doubled(_FEWEST, chunk), sorted({0, chunk, longest - chunk})
+    sizes, starts = doubled(_FEWEST, chunk), sorted({chunk, longest - chunk} - {0})
     prompts = [Shape(prompts=1, tokens=n) for n in sizes]
-    later = [Shape(prompts=1, tokens=chunk, start=at) for at in starts if at > 0]
+    later = [Shape(prompts=1, tokens=chunk, start=at) for at in starts if at + chunk <= longest]
     several = [Shape(prompts=n, tokens=chunk // n) for n in (2, 4, 8) if chunk // n >= _FEWEST]
     mixed = [
         Shape(n, _CONTEXTS[0], 1, tokens)
@@ -91,7 +89,7 @@ class Steps:
     def __init__(self, runner: Runner, most_blocks: int, clock: Clock) -> None:
         self._runner, self._clock = runner, clock
         self._size = runner.layout.block_size
-        self._memory = np.full(most_blocks * runner.layout.block_bytes, _SMALL, np.uint8)
+        self._memory = bytearray([_SMALL]) * (most_blocks * runner.layout.block_bytes)
         runner.bind(memoryview(self._memory), most_blocks)
         random = Random(3)
         self._blocks = random.sample(range(most_blocks), most_blocks)
@@ -99,7 +97,7 @@ class Steps:
 
     def seconds(self, shape: Shape, times: int) -> float:
         """As is usual among so many times."""
-        batch = list(self._batch(shape))
+        batch = list(self.batch(shape))
         return statistics.median(self._timed(batch) for _ in range(times))
 
     def _timed(self, batch: list[SeqStep]) -> float:
@@ -107,7 +105,7 @@ class Steps:
         self._runner.execute(batch)
         return self._clock() - began
 
-    def _batch(self, shape: Shape) -> Iterator[SeqStep]:
+    def batch(self, shape: Shape) -> Iterator[SeqStep]:
         blocks = iter(self._blocks)
         sizes = [(shape.context - 1, 1)] * shape.decoding
         sizes += [(shape.start, shape.tokens)] * shape.prompts
