@@ -46,7 +46,8 @@ from pdrt.sim.cost import (
 
 Stage: TypeAlias = Callable[[str, float], None]  # what is measured now, and how much is done
 _QUIET_SHARE: Final = 0.25  # of the rounds: what else runs on a machine only ever adds
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 40  # the first one warms up
+_LEAST_ROUNDS, _MOST_ROUNDS = 2, 40  # beside the first one, which warms up
+_ALONE_EVERY: Final = 3  # rounds
 _SIZES: Final = "16K..4M"
 _POOL: Final = "64M"
 _STEPS, _OVERHEADS, _TRANSFERS = 0.7, 0.25, 0.05  # shares of the time
@@ -64,7 +65,7 @@ class Asked:
     kv_bytes: int  # of one worker's pool
     longest: int = 2048  # tokens of a sequence that is measured
     most: int = 32  # sequences that decode
-    seconds: float = 150.0
+    seconds: float = 120.0
 
     @property
     def at_once(self) -> int:
@@ -176,7 +177,7 @@ async def _round(rounds: Rounds, those: Sequence[Measurer], number: int) -> None
     found = await asyncio.gather(*(one.round(number) for one in those))
     if number:
         rounds.together += found
-    if number and len(those) > 1:
+    if number % _ALONE_EVERY == 1 and len(those) > 1:
         rounds.alone.append(await those[number % len(those)].round(number))
 
 

@@ -40,7 +40,7 @@ def calibrate(
     ] = 32,
     seconds: Annotated[
         float, typer.Option(min=1.0, max=3600.0, help="About how long to measure.")
-    ] = 150.0,
+    ] = 120.0,
     name: Annotated[str, typer.Option(help="In the file. [default: the file's own]")] = "",
     json_file: Annotated[str, typer.Option("--json", help="Write measured and fitted steps.")] = "",
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no words.")] = False,

@@ -20,7 +20,7 @@ from pdrt.sim.cost import chunk_pairs
 Clock = Callable[[], float]
 _GREEDY: Final = Sampling(max_tokens=1, temperature=0, ignore_eos=True)
 _SMALL: Final = 0x3C  # of these bytes a bfloat16 or a float32 is a small number
-_CONTEXTS: Final = (64, 512)
+_SHORT: Final = 64  # tokens of context
 _FEWEST: Final = 16  # tokens of a chunk
 
 
@@ -64,16 +64,14 @@ class Shape:
 
 def grid(chunk: int, most: int, longest: int) -> list[Shape]:
     """For chunks of up to `chunk` tokens, up to `most` sequences, none beyond `longest` tokens."""
-    contexts = [c for c in (*_CONTEXTS, longest // 2) if c <= longest]
-    decode = [Shape(decoding=n, context=c) for n in doubled(1, most) for c in sorted({*contexts})]
+    contexts = sorted({min(_SHORT, longest), longest // 2})
+    decode = [Shape(decoding=n, context=c) for n in doubled(1, most) for c in contexts]
     sizes, starts = doubled(_FEWEST, chunk), sorted({chunk, longest - chunk} - {0})
     prompts = [Shape(prompts=1, tokens=n) for n in sizes]
     later = [Shape(prompts=1, tokens=chunk, start=at) for at in starts if at + chunk <= longest]
-    several = [Shape(prompts=n, tokens=chunk // n) for n in (2, 4, 8) if chunk // n >= _FEWEST]
-    mixed = [
-        Shape(n, _CONTEXTS[0], 1, tokens)
-        for n, tokens in itertools.product(sorted({1, most // 4, most // 2} - {0}), sizes[1::2])
-    ]
+    several = [Shape(prompts=n, tokens=chunk // n) for n in (2, 8) if chunk // n >= _FEWEST]
+    some = max(1, most // 4)
+    mixed = [Shape(some, contexts[0], 1, tokens) for tokens in sizes[1::2]]
     return [*decode, *prompts, *later, *several, *mixed]
 
 

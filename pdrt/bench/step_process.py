@@ -23,11 +23,12 @@ from pdrt.bench.step_grid import Shape, Steps
 from pdrt.config import NodeConfig
 from pdrt.device.backends import open_runner
 from pdrt.errors import PdrtError, Unavailable
+from pdrt.up.processes import dying_with_parent
 
 _LOAD_S: Final = 300.0
 _ROUND_S: Final = 300.0
 _LIMIT: Final = 1 << 22  # bytes of a line
-TIMES: Final = 3  # that each step is done in a round
+TIMES: Final = 2  # that each step is done in a round
 
 
 class Orders(BaseModel):
@@ -73,6 +74,7 @@ async def measuring(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=_LIMIT,
+        preexec_fn=dying_with_parent(),  # in the midst of a round it hears nothing
     )
     assert process.stdin is not None
     try:
