@@ -9,27 +9,23 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
 
 from pdrt import __version__, config
 from pdrt.bench.commands import bench
-from pdrt.config import NodeConfig, RouterConfig, SchedulerSection, TransportName
+from pdrt.config import NodeConfig, RouterConfig, TransportName
 from pdrt.conformance.command import EXAMPLES as CONFORMANCE
 from pdrt.conformance.command import conformance
 from pdrt.errors import ConfigError, PdrtError
-from pdrt.given import demo_model_directory, with_key, with_model
+from pdrt.given import demo_model_directory, with_key, with_model, with_size
 from pdrt.keycommands import keys
 from pdrt.sim.plan_command import PLAN, plan
 from pdrt.top.command import TOP, top
-
-if TYPE_CHECKING:
-    from pdrt.up.layout import Wanted
 
 app = typer.Typer(
     name="pdrt",
@@ -124,7 +120,7 @@ def up(
         transport=defaults.transfer.transport,
     )
     wanted.check()
-    wanted = _measured(wanted, defaults)
+    wanted = with_size(wanted, defaults)
     raise typer.Exit(bring_up(wanted, defaults, _out(), os.environ, chatting if chat else None))
 
 
@@ -148,7 +144,7 @@ def bench_first_token(
 
     chosen = {"model": {name: v for name, v in (("path", model), ("dtype", dtype)) if v}}
     defaults = config.load(NodeConfig, None, options=chosen)
-    wanted = _measured(Wanted(hybrid=1, dtype=dtype), defaults)
+    wanted = with_size(Wanted(hybrid=1, dtype=dtype), defaults)
     meanwhile = measuring(rounds, _out(), json_file)
     raise typer.Exit(bring_up(wanted, defaults, _out(), os.environ, meanwhile))
 
@@ -201,7 +197,7 @@ def bench_interference(
         model = str(prepared(config.cache_dir(), model, NAMED[model]))
     chosen = {"model": {name: v for name, v in (("path", model), ("dtype", dtype)) if v}}
     defaults = config.load(NodeConfig, None, options=chosen)
-    wanted = _measured(Wanted(dtype=dtype, transport=defaults.transfer.transport), defaults)
+    wanted = with_size(Wanted(dtype=dtype, transport=defaults.transfer.transport), defaults)
     sizes = chunks_of(chunks)
     asked = Asked(
         traffic=Traffic(
@@ -406,24 +402,6 @@ def _fail(error: PdrtError, status: int) -> None:
 
 def _out() -> Console:
     return Console(highlight=False)
-
-
-def _measured(wanted: Wanted, defaults: NodeConfig) -> Wanted:
-    """The same with its model's directory and size, and the memory asked for.
-
-    Raises ConfigError for a model that so many workers cannot share.
-    """
-    from pdrt.modelspec import ModelSpec
-
-    path, kv_memory = with_model(defaults).model.path, defaults.scheduler.kv_memory
-    for tp in (wanted.prefill_tp, wanted.decode_tp):
-        ModelSpec.read(path, backend=defaults.model.backend).check_tp(tp, path)
-    return replace(
-        wanted,
-        model=path,
-        weights=sum(file.stat().st_size for file in Path(path).glob("*.safetensors")),
-        kv_memory=0 if kv_memory == SchedulerSection().kv_memory else kv_memory,
-    )
 
 
 def _targets(text: str) -> list[dict[str, str]]:

@@ -1,15 +1,19 @@
-"""What the command line leaves open, completed: a real model directory, a cluster key."""
+"""What the command line leaves open, completed: a model's directory and size, a cluster key."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
 from pdrt import config
-from pdrt.config import NodeConfig, RouterConfig
+from pdrt.config import NodeConfig, RouterConfig, SchedulerSection
 from pdrt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdrt.up.layout import Wanted
 
 C = TypeVar("C", NodeConfig, RouterConfig)
 
@@ -31,6 +35,24 @@ def with_model(settings: NodeConfig) -> NodeConfig:
     model = settings.model.model_copy(update={"path": path})
     ModelSpec.of(model)
     return settings.model_copy(update={"model": model})
+
+
+def with_size(wanted: Wanted, defaults: NodeConfig) -> Wanted:
+    """The same with its model's directory and size, and the memory asked for.
+
+    Raises ConfigError for a model that so many workers cannot share.
+    """
+    from pdrt.modelspec import ModelSpec
+
+    path, kv_memory = with_model(defaults).model.path, defaults.scheduler.kv_memory
+    for tp in (wanted.prefill_tp, wanted.decode_tp):
+        ModelSpec.read(path, backend=defaults.model.backend).check_tp(tp, path)
+    return replace(
+        wanted,
+        model=path,
+        weights=sum(file.stat().st_size for file in Path(path).glob("*.safetensors")),
+        kv_memory=0 if kv_memory == SchedulerSection().kv_memory else kv_memory,
+    )
 
 
 def demo_model_directory() -> Path:

@@ -34,6 +34,7 @@ from pdrt.bench.step_process import Loaded, Measurer, measuring
 from pdrt.bench.transfer import local_target, measure
 from pdrt.config import NodeConfig
 from pdrt.errors import ConfigError, Unavailable
+from pdrt.sim.arrangement import Arrangement, apart
 from pdrt.sim.cost import (
     Cost,
     InstanceCost,
@@ -45,6 +46,7 @@ from pdrt.sim.cost import (
 )
 
 Stage: TypeAlias = Callable[[str, float], None]  # what is measured now, and how much is done
+_TOGETHER, _APART = Arrangement("route1", hybrids=1), apart(1, 1)
 _QUIET_SHARE: Final = 0.25  # of the rounds: what else runs on a machine only ever adds
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 40  # beside the first one, which warms up
 _ALONE_EVERY: Final = 3  # rounds
@@ -144,14 +146,14 @@ def found_on(asked: Asked, ground: Ground, stage: Stage) -> Found:
     rounds, loaded = run(_steps(asked, stage))
     stage("router and server, together", _STEPS)
     together = overheads.found_by(
-        ground, Layout("hybrid", asked.config.scheduler.max_prefill_tokens)
+        ground, Layout(_TOGETHER)
     )
     stage("router and server, apart", _STEPS + _OVERHEADS / 2)
-    apart = overheads.found_by(ground, Layout("1P1D"))
+    split = overheads.found_by(ground, Layout(_APART))
     stage("transfers", _STEPS + _OVERHEADS)
     transfers = run(_transfers(asked.seconds * _TRANSFERS))
     stage("measured", 1.0)
-    beside = overheads.overheads(together, apart)
+    beside = overheads.overheads(together, split)
     return Found(rounds, loaded, fit(rounds.measured()), beside, transfers)
 
 

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from pdrt import config
 from pdrt.bench.calibrate_command import CALIBRATE, calibrate
+from pdrt.bench.serve_command import SERVE, serve
+from pdrt.bench.sweep_command import SWEEP, sweep
 from pdrt.config import NodeConfig
 from pdrt.errors import ConfigError
 from pdrt.given import with_key, with_model
@@ -23,6 +25,8 @@ bench = typer.Typer(
     epilog="Examples: `pdrt bench transfer` · `pdrt bench first-token`",
 )
 bench.command("calibrate", epilog=CALIBRATE)(calibrate)
+bench.command("serve", epilog=SERVE)(serve)
+bench.command("sweep", epilog=SWEEP)(sweep)
 
 
 @bench.command(
@@ -183,103 +187,6 @@ def bench_engine(
         raise typer.Exit(compare(settings, report, Console(highlight=False)))
     asked = Asked(settings, dtypes_of(dtype), QUICK if quick else Effort(), bool(peer))
     raise typer.Exit(engine(asked, report, Console(highlight=False)))
-
-
-@bench.command(
-    "serve",
-    epilog="Examples: `pdrt bench serve --concurrency 16 --input 64..256` · `pdrt bench serve --url"
-    " pdrt=http://127.0.0.1:8000 --url vllm=http://127.0.0.1:9000 --profile peers`",
-)
-def bench_serve(
-    url: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="An OpenAI-compatible server, URL or NAME=URL; several take turns."
-            " [default: http://127.0.0.1:8000]"
-        ),
-    ] = None,
-    model: Annotated[str, typer.Option(help="Empty: the first that each server names.")] = "",
-    profile: Annotated[
-        str, typer.Option(help="peers: a fixed set of loads instead of the options below.")
-    ] = "",
-    requests: Annotated[int, typer.Option(min=1, help="Of each round, to each server.")] = 64,
-    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests in flight.")] = 8,
-    rate: Annotated[
-        float, typer.Option(min=0.0, help="Requests a second, by chance (Poisson), instead.")
-    ] = 0.0,
-    input_len: Annotated[
-        str, typer.Option("--input", help="Tokens of the prompts: 128, or 64..256 at random.")
-    ] = "128",
-    output_len: Annotated[str, typer.Option("--output", help="Tokens of the answers.")] = "64",
-    prompts: Annotated[
-        str, typer.Option(help="ids, or words where a server takes no token ids.")
-    ] = "ids",
-    vocab: Annotated[
-        int, typer.Option(min=4, help="Ids are drawn below this; 256 is in every vocabulary.")
-    ] = 256,
-    shared_prefix: Annotated[
-        int, typer.Option(min=0, help="Tokens that all prompts begin with; else none is alike.")
-    ] = 0,
-    dataset: Annotated[
-        str, typer.Option(help="A ShareGPT-style JSON file of conversations, instead.")
-    ] = "",
-    rounds: Annotated[
-        int, typer.Option(min=0, help="0: one for one server, five for several.")
-    ] = 0,
-    warm_up: Annotated[int, typer.Option(min=0, help="Requests that do not count.")] = 4,
-    ttft_limit: Annotated[
-        float, typer.Option(min=0.0, help="Goodput: milliseconds to the first token at most.")
-    ] = 2000.0,
-    itl_limit: Annotated[
-        float, typer.Option(min=0.0, help="Goodput: mean milliseconds of a token after it.")
-    ] = 100.0,
-    timeout: Annotated[
-        float, typer.Option(min=1.0, max=86400.0, help="Seconds that a request may take.")
-    ] = 300.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the prompts; 0: a new one.")] = 0,
-    api_key: Annotated[
-        str,
-        typer.Option(envvar="PDRT_API_KEY", show_default=False, help="If the servers want one."),
-    ] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Few requests: a first look.")] = False,
-    json_file: Annotated[str, typer.Option("--json", help="Write the figures here.")] = "",
-    plot: Annotated[str, typer.Option(help="Draw them here: .png, .svg or .pdf.")] = "",
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no tables.")] = False,
-) -> None:
-    """Throughput, TTFT, ITL, whole answers and goodput of OpenAI-compatible servers under load.
-
-    Several servers take turns in each round; the table ends with their ratios to the first.
-    """
-    from pdrt.bench.prompts import Lengths, Prompts, kind_of, talks_of
-    from pdrt.bench.rounds import Effort
-    from pdrt.bench.serve import Asked, serve, servers_of
-    from pdrt.bench.shell import Report
-    from pdrt.bench.summary import Limits
-
-    if profile not in ("", "peers"):
-        raise ConfigError(f"--profile {profile!r}: peers is the one that there is")
-    servers = servers_of(url or ["http://127.0.0.1:8000"])
-    few = 1 if quick or len(servers) == 1 else 5
-    asked = Asked(
-        servers=servers,
-        prompts=Prompts(
-            input=Lengths.parse(input_len, "--input"),
-            output=Lengths.parse(output_len, "--output"),
-            kind=kind_of(prompts),
-            vocab=vocab,
-            shared_prefix=shared_prefix,
-            seed=seed,
-            talks=talks_of(dataset),
-        ),
-        requests=requests,
-        concurrency=concurrency,
-        rate=rate,
-        effort=Effort(rounds or few, warm_up, timeout, api_key, model),
-        limits=Limits(ttft_limit / 1000, itl_limit / 1000),
-        is_peers=bool(profile),
-        is_quick=quick,
-    )
-    raise typer.Exit(serve(asked, Report(json_file, plot, quiet), Console(highlight=False)))
 
 
 @bench.command(

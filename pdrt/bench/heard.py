@@ -90,6 +90,26 @@ def told_by(record: Record) -> Told:
     return told
 
 
+class Said(NamedTuple):
+    """An answer's content; a server that tells text only has no ids."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+def said_in(record: Record) -> Said | None:
+    """None of an answer that failed."""
+    if told_by(record).failure:
+        return None
+    texts, ids = list[str](), list[int]()
+    for _, data in events(record.pieces):
+        event: Json = {} if data == _DONE else json.loads(data)
+        texts.append(str(event.get("output") or ""))
+        ids += event.get("output_ids") or ()
+        texts += [str(choice.get("text") or "") for choice in event.get("choices") or ()]
+    return Said("".join(texts), tuple(ids))
+
+
 def events(pieces: Iterable[Piece]) -> Iterator[tuple[float, bytes]]:
     """Each `data:` and when the last byte of its line was here, however the bytes were cut."""
     rest, at = b"", 0.0

@@ -34,9 +34,10 @@ from pdrt.bench.shell import Report, write_points
 from pdrt.bench.summary import Spread, ratio
 from pdrt.bench.traffic import MOST_AT_ONCE, Met, Pace, Seen, Traffic, meet
 from pdrt.errors import ConfigError
+from pdrt.sim.arrangement import Arrangement, apart
 
 Stage: TypeAlias = Callable[[str], None]
-APART: Final = Layout("1P1D")
+APART: Final = Layout(apart(1, 1))
 WHOLE: Final = "whole"
 _COLUMNS: Final = (
     TextColumn("{task.description}"),
@@ -52,6 +53,11 @@ _HEADS: Final = (
 )
 
 
+def hybrid(name: str, chunk: int) -> Layout:
+    """One instance, of one worker."""
+    return Layout(Arrangement(name, hybrids=1), chunk)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     traffic: Traffic
@@ -63,8 +69,8 @@ class Asked:
     def layouts(self) -> list[Layout]:
         """The one that sets the interval comes first."""
         short = self.traffic.streams * self.traffic.stream_input
-        whole = Layout(WHOLE, self.traffic.prompt_input + short)
-        return [APART, whole, *(Layout(f"chunk {n}", n) for n in self.chunks)]
+        whole = hybrid(WHOLE, self.traffic.prompt_input + short)
+        return [APART, whole, *(hybrid(f"chunk {n}", n) for n in self.chunks)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Load for OpenAI-compatible servers: streamed completions at a concurrency or a Poisson rate.
+"""Load for OpenAI-compatible servers: streamed completions at a concurrency or a rate.
 
 One process and one loop: a token costs a read of the socket, a clock and an append. What the
 client itself used of a core is counted, for a client that is busy measures itself.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from pdrt.bench.heard import Piece, Record
 from pdrt.bench.prompts import Ask
+from pdrt.bench.talk import Talk
 from pdrt.chat import first_model
 from pdrt.control.http import cause_of, error_from_answer
 from pdrt.errors import ConfigError
@@ -37,6 +39,17 @@ _CONNECT_S: Final = 10.0
 _PATHS: Final[dict[Form, str]] = {"completions": "/v1/completions", "generate": "/generate"}
 
 
+def form_of(text: str) -> Form:
+    """Raises ConfigError."""
+    match text:
+        case "completions" | "generate":
+            return text
+        case _:
+            raise ConfigError(
+                f"--dialect {text!r}: want completions (OpenAI's) or generate (pdrt's)"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """Who is asked, and in which dialect."""
@@ -47,14 +60,14 @@ class Server:
     form: Form = "completions"
 
     @staticmethod
-    def parse(text: str) -> Server:
+    def parse(text: str, form: Form = "completions") -> Server:
         """`URL` or `NAME=URL`, with or without /v1. Raises ConfigError."""
         match = _SERVER.fullmatch(text)
         if not match:
             raise ConfigError(f"--url {text!r}: want http://HOST:PORT or NAME=http://HOST:PORT")
         url = match["url"] if "://" in match["url"] else f"http://{match['url']}"
         base = url.rstrip("/").removesuffix("/v1").rstrip("/")
-        return Server(match["name"] or base.partition("://")[2], base)
+        return Server(match["name"] or base.partition("://")[2], base, form=form)
 
     async def named(self, session: ClientSession, model: str) -> Server:
         """With the model's name: the one given, else the first that it serves. Raises PdrtError."""
@@ -69,8 +82,9 @@ class Server:
         """Greedy, to the full length, with the counts at the end."""
         sampling = {"max_tokens": ask.max_tokens, "temperature": 0, "ignore_eos": True}
         if self.form == "generate":
+            named = {"model": self.model} if self.model else {}
             told = {"prompt": ask.prompt, "sampling_params": sampling, "stream": True}
-            return json.dumps(told).encode()
+            return json.dumps(told | named).encode()
         usage = {"stream": True, "stream_options": {"include_usage": True}}
         return json.dumps({"model": self.model, "prompt": ask.prompt, **sampling, **usage}).encode()
 
@@ -132,48 +146,77 @@ class Ran:
         return self.client_s / self.seconds
 
 
-async def steady(send: Send, bodies: Sequence[bytes], concurrency: int, done: Done) -> Ran:
-    """That many requests in flight, from the first to the last."""
-    records = list[Record]()
-    left = iter(bodies)
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """When conversations come: `rate` a second by chance, or all at once if that is infinite.
 
-    async def one_after_another(bodies: Iterator[bytes]) -> None:
-        for body in bodies:
-            records.append(await send(body))
-            done(records[-1])
+    Gaps are gamma distributed; a burstiness of 1 is a Poisson process, a lower one has more
+    bursts, a higher one is more even.
+    """
+
+    rate: float
+    burstiness: float = 1.0
+
+    def gap_s(self, random: Random) -> float:
+        if math.isinf(self.rate):
+            return 0.0
+        if self.burstiness == 1:
+            return random.expovariate(self.rate)
+        return random.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness))
+
+
+async def steady(send: Send, talks: Sequence[Talk], concurrency: int, done: Done) -> Ran:
+    """That many conversations under way, from the first to the last."""
+    records = list[Record]()
+    left = iter(talks)
+
+    async def one_after_another(talks: Iterator[Talk]) -> None:
+        for talk in talks:
+            await _converse(send, talk, records, done)
 
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(concurrency, len(bodies))):
+            for _ in range(min(concurrency, len(talks))):
                 tasks.create_task(one_after_another(left))
 
     return await _timed(main, records)
 
 
-async def poisson(
+async def arriving(
     send: Send,
-    bodies: Sequence[bytes],
-    rate: float,
-    random: Random,
+    talks: Sequence[Talk],
+    gaps_s: Iterator[float],
+    most: int,
     done: Done,
     clock: Clock = time.perf_counter,
 ) -> Ran:
-    """Requests that come by chance, `rate` a second, whether or not the others are over."""
+    """Conversations that come whether or not others are over, `most` under way at a time."""
     records = list[Record]()
+    places = asyncio.Semaphore(most)
 
-    async def one(body: bytes) -> None:
-        records.append(await send(body))
-        done(records[-1])
+    async def one(talk: Talk) -> None:
+        async with places:
+            await _converse(send, talk, records, done)
 
     async def main() -> None:
         due = clock()
         async with asyncio.TaskGroup() as tasks:
-            for body in bodies:
-                await asyncio.sleep(max(0.0, due - clock()))
-                tasks.create_task(one(body))
-                due += random.expovariate(rate)
+            for talk, gap_s in zip(talks, gaps_s, strict=False):
+                if due > clock():
+                    await asyncio.sleep(due - clock())
+                tasks.create_task(one(talk))
+                due += gap_s
 
     return await _timed(main, records)
+
+
+async def _converse(send: Send, talk: Talk, records: list[Record], done: Done) -> None:
+    """Its turns, one after the other."""
+    while talk.body is not None:
+        record = await send(talk.body)
+        for each in (record, *talk.hear(record)):
+            records.append(each)
+            done(each)
 
 
 async def _timed(main: Callable[[], Awaitable[None]], records: Sequence[Record]) -> Ran:

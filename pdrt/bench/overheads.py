@@ -79,9 +79,8 @@ def overheads(together: Seen, apart: Seen) -> Overheads:
 
 def found_by(ground: Ground, layout: Layout) -> Seen:
     """Start it without a model, ask it, end it. Raises PdrtError."""
-    environ = {**ground.environ, "PDRT_DEVICE_STEP_MS": str(STEP_MS)}
     model = replace(ground.model, model=NULL_PATH, name="", dtype="", weights=0)
-    return replace(ground, model=model, environ=environ).found_by(layout, _asked)
+    return replace(ground, model=model, device={"step_ms": STEP_MS}).found_by(layout, _asked)
 
 
 async def _asked(url: str) -> Seen:

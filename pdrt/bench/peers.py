@@ -9,8 +9,9 @@ from typing import Final, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
+from pdrt.bench.lengths import exactly
 from pdrt.bench.load import Server
-from pdrt.bench.prompts import Lengths, Prompts
+from pdrt.bench.prompts import Prompts
 from pdrt.bench.rounds import Load, Turns
 from pdrt.bench.summary import Turn, ratio
 
@@ -61,13 +62,9 @@ def loads(prompts: Prompts, *, is_quick: bool) -> list[Load]:
         ("2048", 2048, 1, few, 1),
     )
     return [
-        Load(title, replace(prompts, input=_exactly(of), output=_exactly(to)), requests, at_once)
+        Load(title, replace(prompts, input=exactly(of), output=exactly(to)), requests, at_once)
         for title, of, to, requests, at_once in shapes
     ]
-
-
-def _exactly(tokens: int) -> Lengths:
-    return Lengths(tokens, tokens)
 
 
 def cell(turns: Turns, row: Row, server: str, first: str) -> tuple[float | None, float | None]:

@@ -13,13 +13,13 @@ from pdrt.bench.cases import Case, size_text
 from pdrt.bench.results import Results
 from pdrt.errors import ConfigError
 
-_INSTALL: Final = "pip install 'pdrt[plot]'"
+INSTALL: Final = "pip install 'pdrt[plot]'"
 
 
 def check_matplotlib(find: Callable[[str], object | None] = importlib.util.find_spec) -> None:
     """Raises ConfigError with the pip command where it is missing."""
     if find("matplotlib") is None:
-        raise ConfigError(f"--plot needs matplotlib: {_INSTALL}")
+        raise ConfigError(f"--plot needs matplotlib: {INSTALL}")
 
 
 def draw(results: Results, file: str) -> None:

@@ -1,25 +1,27 @@
 """Prompts for a load: random token ids or words of given lengths, or those of a file.
 
-No two are alike, neither in a run nor between runs, so that no prefix cache shortens the work;
+They make conversations, of one turn unless more are asked for: a later turn's prompt is its
+question, which follows on what was said before (talk.py). No two are alike, neither in a run nor
+between runs, so that no prefix cache shortens the work;
 servers that are compared get the same lengths.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Final, Literal, TypeAlias
 
+from pdrt.bench.lengths import ONE, Lengths
 from pdrt.errors import ConfigError
 
 Kind: TypeAlias = Literal["ids", "words"]
 LEAST_ID: Final = 3  # below are the special tokens of many vocabularies
 USUAL_VOCAB: Final = 256  # ids that every vocabulary has
-_MOST_TOKENS: Final = 1_000_000
 _LEAST_ANSWER, _MOST_ANSWER = 4, 1024  # tokens of an answer in a file
 _CHARS_A_TOKEN: Final = 4  # of English text, about
 _WORDS: Final = (
@@ -40,28 +42,7 @@ class Ask:
     max_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens, drawn evenly between two bounds."""
-
-    least: int
-    most: int
-
-    @staticmethod
-    def parse(text: str, option: str) -> Lengths:
-        """`128` or `64..256`. Raises ConfigError."""
-        match = re.fullmatch(r"(\d{1,7})(?:\.\.(\d{1,7}))?", text.strip())
-        least = int(match[1]) if match else 0
-        most = int(match[2] or match[1]) if match else 0
-        if not 1 <= least <= most <= _MOST_TOKENS:
-            raise ConfigError(f"{option} {text!r}: want tokens such as 128, or 64..256")
-        return Lengths(least, most)
-
-    def draw(self, random: Random) -> int:
-        return random.randint(self.least, self.most)
-
-    def __str__(self) -> str:
-        return str(self.least) if self.least == self.most else f"{self.least}..{self.most}"
+Asks: TypeAlias = Sequence[Ask]  # the turns of a conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +55,48 @@ class Prompts:
     vocab: int = USUAL_VOCAB
     shared_prefix: int = 0  # tokens that all begin with
     seed: int = 0
-    talks: Sequence[Ask] = ()  # of a file, instead
+    talks: Sequence[Asks] = ()  # of a file, instead
+    turns: Lengths = ONE
+    prefixes: int = 1  # so many are shared, each by an equal part of all
 
-    def draw(self, count: int, number: int, whose: str) -> list[Ask]:
-        """The requests of a round: lengths do not depend on whose they are, contents do."""
+    def draw(self, count: int, number: int, whose: str) -> list[Asks]:
+        """A round's conversations, that many turns in all.
+
+        Lengths do not depend on whose they are, contents do.
+        """
         lengths = Random(f"{self.seed} {number}")
+        turns = Random(f"{self.seed} {number} turns")
         if self.talks:
-            return [lengths.choice(self.talks) for _ in range(count)]
+            return list(self._of_file(count, lengths, turns))
         content = Random(f"{self.seed} {number} {whose}")
-        shared = self._content(self.shared_prefix, Random(f"{self.seed} shared"))
-        sizes = [(self.input.draw(lengths), self.output.draw(lengths)) for _ in range(count)]
-        return [self._ask(shared[: most - 1], most, answer, content) for most, answer in sizes]
+        prefixes = [self._prefix(each) for each in range(self.prefixes)]
+        sizes = iter([(self.input.draw(lengths), self.output.draw(lengths)) for _ in range(count)])
+        found = list[Asks]()
+        for place, most in enumerate(self._turns(count, turns)):
+            asks = list[Ask]()
+            for tokens, answer in itertools.islice(sizes, most):
+                shared = [] if asks else prefixes[place % self.prefixes][: tokens - 1]
+                asks.append(self._ask(shared, tokens, answer, content))
+            found.append(asks)
+        return found
+
+    def _turns(self, count: int, random: Random) -> Iterator[int]:
+        """Of one conversation after the other; the last one ends with the count."""
+        while count > 0:
+            turns = min(self.turns.draw(random), count)
+            count -= turns
+            yield turns
+
+    def _of_file(self, count: int, choice: Random, turns: Random) -> Iterator[Asks]:
+        while count > 0:
+            asks = choice.choice(self.talks)[: min(self.turns.draw(turns), count)]
+            count -= len(asks)
+            yield asks
+
+    def _prefix(self, place: int) -> list[int]:
+        return self._content(
+            self.shared_prefix, Random(f"{self.seed} shared {place or ''}".strip())
+        )
 
     def _content(self, tokens: int, random: Random) -> list[int]:
         known = range(len(_WORDS)) if self.kind == "words" else range(LEAST_ID, self.vocab)
@@ -106,20 +118,20 @@ def kind_of(text: str) -> Kind:
             raise ConfigError(f"--prompts {text!r}: want ids or words")
 
 
-def talks_of(file: str) -> Sequence[Ask]:
+def talks_of(file: str) -> Sequence[Asks]:
     """Those of `--dataset`, if it is given. Raises ConfigError."""
     return read_talks(Path(file).expanduser()) if file else ()
 
 
-def read_talks(file: Path) -> list[Ask]:
-    """First questions of a ShareGPT-style file, and answers as long as there. Raises ConfigError.
+def read_talks(file: Path) -> Sequence[Asks]:
+    """Questions of a ShareGPT-style file, and answers as long as there. Raises ConfigError.
 
     Without the model's tokenizer an answer's tokens are a quarter of its characters.
     """
     try:
         with file.open(encoding="utf-8") as opened:
             told = json.load(opened)
-        talks = list(_talks(told))
+        talks = [asks for talk in told if (asks := _asks(talk["conversations"]))]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f'--dataset {file}: want a list of {{"conversations": [{{"from": "human", "value":'
@@ -130,9 +142,14 @@ def read_talks(file: Path) -> list[Ask]:
     return talks
 
 
-def _talks(told: Sequence[dict[str, list[dict[str, str]]]]) -> Iterator[Ask]:
-    for talk in told:
-        match talk["conversations"][:2]:
-            case [{"value": str(question)}, {"value": str(answer)}] if question and answer:
+def _asks(said: Sequence[Mapping[str, object]]) -> list[Ask]:
+    """Its turns, up to one that has no question or no answer."""
+    asks = list[Ask]()
+    for pair in zip(said[::2], said[1::2], strict=False):
+        match pair:
+            case {"value": str(question)}, {"value": str(answer)} if question and answer:
                 tokens = len(answer) // _CHARS_A_TOKEN
-                yield Ask(question, min(max(tokens, _LEAST_ANSWER), _MOST_ANSWER))
+                asks.append(Ask(question, min(max(tokens, _LEAST_ANSWER), _MOST_ANSWER)))
+            case _:
+                break
+    return asks

@@ -7,6 +7,7 @@ with a request that does not count, since the first one after a pause may take l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -15,10 +16,11 @@ from typing import Final, TypeAlias, TypeVar
 from aiohttp import ClientSession
 
 from pdrt.bench.heard import Record, told_by
-from pdrt.bench.load import Ran, Server, client, poisson, sender, steady
+from pdrt.bench.load import Arrivals, Ran, Server, arriving, client, sender, steady
 from pdrt.bench.prompts import Prompts
 from pdrt.bench.quiet import until_quiet
 from pdrt.bench.summary import Turn
+from pdrt.bench.talk import Talk
 from pdrt.errors import Unavailable
 
 T = TypeVar("T")
@@ -35,22 +37,22 @@ class Load:
     title: str
     prompts: Prompts
     requests: int
-    concurrency: int
-    rate: float = 0.0  # requests a second, by chance; 0: as many in flight as `concurrency`
+    concurrency: int  # conversations under way; 0: no limit, where they arrive
+    arrivals: Arrivals | None = None  # else another begins when one is over
 
     async def put_on(self, session: ClientSession, server: Server, number: int, step: Step) -> Ran:
         whose = f"{server.name}, {self.title}"  # else all loads of a round begin alike
-        asks = self.prompts.draw(self.requests, number, whose)
-        bodies = [server.body(ask) for ask in asks]
+        drawn = self.prompts.draw(self.requests, number, whose)
+        talks = [Talk(server.body, asks) for asks in drawn]
         send = sender(session, server)
 
         def done(_record: Record) -> None:
             step(f"{self.title}: {server.name}")
 
-        if self.rate:
-            random = Random(f"{self.prompts.seed} {number}")
-            return await poisson(send, bodies, self.rate, random, done)
-        return await steady(send, bodies, self.concurrency, done)
+        if self.arrivals is None:
+            return await steady(send, talks, self.concurrency, done)
+        gaps = map(self.arrivals.gap_s, itertools.repeat(Random(f"{self.prompts.seed} {number}")))
+        return await arriving(send, talks, gaps, self.concurrency or len(talks), done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ async def _uncounted(
     session: ClientSession, server: Server, load: Load, requests: int, number: int
 ) -> Ran:
     """So many requests of the load, in its concurrency. `number` is of no round."""
-    few = replace(load, requests=requests, rate=0.0)
+    few = replace(load, requests=requests, concurrency=load.concurrency or requests, arrivals=None)
     return await few.put_on(session, server, number, lambda _whose: None)
 
 

@@ -17,7 +17,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 from pdrt.bench.bound import bound
 from pdrt.config import PolicySection, Role, TimeoutsSection
 from pdrt.errors import PeerLost, Unavailable
-from pdrt.up.layout import Part, Shape, Tables, to_toml
+from pdrt.up.layout import Part, Shape, Tables, Value, to_toml
 from pdrt.up.place import free_port
 from pdrt.up.processes import Child, end
 
@@ -49,10 +49,11 @@ def pdrt_router(
     """pdrt's own, with policies, health, deadlines, metrics and log as they are by default."""
     port = free_port(HOST)
     known = TimeoutsSection.model_fields
+    limits: dict[str, Value] = {name: s for name, s in timeouts.items() if name in known}
     tables: Tables = {
         "policy": _plain(),
         "ports": {"router": port, "admin": 0},
-        "timeouts": {name: value for name, value in timeouts.items() if name in known},
+        "timeouts": limits,
         "log": {"format": "json"},
     }
     targets: list[tuple[Role, str, str]] = [
@@ -65,7 +66,7 @@ def pdrt_router(
     return Program("pdrt", port, arguments, {"PDRT_SECURITY_KEY": os.urandom(32).hex()}, "/ready")
 
 
-def _plain() -> dict[str, str | int | float | bool]:
+def _plain() -> dict[str, Value]:
     """That backends are plain ones."""
     return {"backends": "plain"} if "backends" in PolicySection.model_fields else {"canary": False}
 

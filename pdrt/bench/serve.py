@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pdrt.bench import peers
+from pdrt.bench.bar import Bar
 from pdrt.bench.facts import machine_facts
-from pdrt.bench.load import Server
+from pdrt.bench.load import Arrivals, Form, Server
 from pdrt.bench.prompts import Prompts
-from pdrt.bench.rounds import Effort, Load, Step, Turns, measure
+from pdrt.bench.rounds import Effort, Load, Turns, measure
 from pdrt.bench.serve_plot import draw
 from pdrt.bench.shell import Report, run, write_points
 from pdrt.bench.summary import Limits, Turn, point, ratios
 from pdrt.errors import ConfigError
 
-_COLUMNS: Final = (
-    TextColumn("{task.description}"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TimeElapsedColumn(),
-)
-_REDRAW_S: Final = 0.5  # drawing takes the client's time
 _BUSY: Final = 0.5  # of a core: above, the client's own queue shows in the figures
 _MANY: Final = 1.2  # tokens an event: gaps are no longer those of tokens
 _LOAD: Final = "load"
+USUAL_CONCURRENCY: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,23 +33,34 @@ class Asked:
     servers: Sequence[Server]
     prompts: Prompts
     requests: int
-    concurrency: int
-    rate: float
+    concurrency: int  # 0: no limit, where they arrive
     effort: Effort
     limits: Limits
+    arrivals: Arrivals | None = None
     is_peers: bool = False
     is_quick: bool = False
+
+    def check(self) -> None:
+        """Raises ConfigError."""
+        has_turns = self.prompts.turns.most > 1
+        is_text = self.prompts.kind == "words" or self.prompts.talks
+        if has_turns and not is_text and any(one.form == "completions" for one in self.servers):
+            raise ConfigError(
+                "--turns: /v1/completions tells an answer's text and not its ids, which the next"
+                " prompt needs: give --prompts words, or --dialect generate for pdrt"
+            )
 
     def loads(self) -> list[Load]:
         if self.is_peers:
             return peers.loads(self.prompts, is_quick=self.is_quick)
-        requests = min(self.requests, 2 * self.concurrency) if self.is_quick else self.requests
-        return [Load(_LOAD, self.prompts, requests, self.concurrency, self.rate)]
+        few = 2 * (self.concurrency or USUAL_CONCURRENCY)
+        requests = min(self.requests, few) if self.is_quick else self.requests
+        return [Load(_LOAD, self.prompts, requests, self.concurrency, self.arrivals)]
 
 
-def servers_of(urls: Sequence[str]) -> list[Server]:
+def servers_of(urls: Sequence[str], form: Form = "completions") -> list[Server]:
     """Raises ConfigError for a name that is there twice."""
-    servers = [Server.parse(url) for url in urls]
+    servers = [Server.parse(url, form) for url in urls]
     if len({server.name for server in servers}) < len(servers):
         raise ConfigError("--url: two servers have the same name: give NAME=URL")
     return servers
@@ -75,8 +79,8 @@ def serve(asked: Asked, report: Report, console: Console) -> int:
     asked = replace(asked, prompts=fresh(asked.prompts))
     loads = asked.loads()
     total = asked.effort.requests(len(asked.servers), loads)
-    with progress(report.is_quiet, total) as step:
-        turns = run(measure(asked.servers, loads, asked.effort, step))
+    with Bar(report.is_quiet, total, "warming up") as bar:
+        turns = run(measure(asked.servers, loads, asked.effort, bar.step))
     if not report.is_quiet:
         if asked.is_peers:
             peers.show(console, asked.servers, turns)
@@ -100,18 +104,16 @@ def points(asked: Asked, turns: Turns) -> list[Mapping[str, object]]:
         return [{**told, "machine": machine} for told in peers.points(asked.servers, turns)]
     first = turns[_LOAD, asked.servers[0].name]
     load = {
-        "input_len": str(asked.prompts.input),
-        "output_len": str(asked.prompts.output),
-        "rate": asked.rate,
-        "concurrency": asked.concurrency,
+        **told_load(asked.prompts, asked.concurrency, asked.arrivals),
+        "requests": asked.loads()[0].requests,
         "rounds": asked.effort.rounds,
-        "seed": asked.prompts.seed,
         "machine": machine,
     }
     return [
         {
             "name": server.name,
             "url": server.base,
+            "dialect": server.form,
             **point(Turn.pooled(mine), asked.limits),
             "of_first": ratios(mine, first),
             "busy_turns": sum(turn.busy for turn in mine),
@@ -122,28 +124,26 @@ def points(asked: Asked, turns: Turns) -> list[Mapping[str, object]]:
     ]
 
 
+def told_load(
+    prompts: Prompts, concurrency: int, arrivals: Arrivals | None
+) -> dict[str, str | int | float | None]:
+    """What was asked of a server; JSON has no infinite numbers."""
+    rate = arrivals.rate if arrivals else None
+    is_random = not prompts.talks
+    return {
+        "input_len": str(prompts.input) if is_random else "dataset",
+        "output_len": str(prompts.output) if is_random else "dataset",
+        "turns": str(prompts.turns),
+        "shared_prefix": prompts.shared_prefix,
+        "prefixes": prompts.prefixes,
+        "rate": "inf" if rate == math.inf else rate,
+        "burstiness": arrivals.burstiness if arrivals else None,
+        "concurrency": concurrency or None,
+        "seed": prompts.seed,
+    }
+
+
 # For a person.
-
-
-@contextmanager
-def progress(is_quiet: bool, total: int) -> Iterator[Step]:
-    """Drawn at times, between two requests: a thread that draws would be measured too."""
-    console = Console(stderr=True, highlight=False)
-    bar = Progress(*_COLUMNS, console=console, auto_refresh=False, disable=is_quiet)
-    drawn_at = 0.0
-    with bar:
-        task = bar.add_task("warming up", total=total)
-
-        def step(whose: str) -> None:
-            nonlocal drawn_at
-            now = time.monotonic()
-            bar.update(task, description=whose, advance=1)
-            if now - drawn_at >= _REDRAW_S:
-                drawn_at = now
-                bar.refresh()
-
-        yield step
-        bar.update(task, description="measured", refresh=True)
 
 
 def show(console: Console, servers: Sequence[Server], turns: Turns, limits: Limits) -> None:
@@ -160,8 +160,7 @@ def show(console: Console, servers: Sequence[Server], turns: Turns, limits: Limi
             told = [f"{each[name]:.2f}" if name in each else "none" for each in against]
             table.add_row(f"{name} of {servers[0].name}'s", *told)
     console.print(table)
-    kept = f"TTFT <= {limits.ttft_s * 1000:g} ms and mean ITL <= {limits.itl_s * 1000:g} ms"
-    console.print(f"goodput: requests with {kept}")
+    console.print(str(limits))
 
 
 def _rows(pooled: Sequence[Turn], limits: Limits) -> Iterator[tuple[str, list[str]]]:
@@ -172,6 +171,7 @@ def _rows(pooled: Sequence[Turn], limits: Limits) -> Iterator[tuple[str, list[st
     spreads = {
         "TTFT": [turn.ttft for turn in pooled],
         "ITL": [turn.itl for turn in pooled],
+        "TPOT": [turn.tpot for turn in pooled],
         "E2E": [turn.e2e for turn in pooled],
     }
     for name, those in spreads.items():

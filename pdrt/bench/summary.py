@@ -5,6 +5,7 @@ A ratio is the median of the rounds' own ratios: what shared a round met the sam
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,8 @@ from typing import Final, TypeAlias
 
 from pdrt.bench.heard import Told, told_by
 from pdrt.bench.load import Ran
+
+_LATE: Final = 0.01  # of an answer's gaps may be longer than the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +53,31 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a good answer keeps: its first token, and the mean time of each token after it."""
+    """What a good answer keeps.
+
+    Its first token comes in time, and of its own gaps between tokens at most one in a hundred is
+    longer than the limit: of fewer than 100 gaps none.
+    """
 
     ttft_s: float = 2.0
     itl_s: float = 0.1
+    tpot_s: float = math.inf  # and the mean time of a token after the first
 
     def are_kept(self, told: Told) -> bool:
         first, each = told.ttft_s, told.per_token_s
-        return first is not None and first <= self.ttft_s and (each is None or each <= self.itl_s)
+        if first is None or first > self.ttft_s or (each or 0.0) > self.tpot_s:
+            return False
+        gaps = told.gaps_s
+        return sum(gap > self.itl_s for gap in gaps) <= len(gaps) * _LATE
+
+    def json(self) -> dict[str, float | None]:
+        tpot = None if math.isinf(self.tpot_s) else self.tpot_s * 1000
+        return {"ttft": self.ttft_s * 1000, "itl": self.itl_s * 1000, "tpot": tpot}
+
+    def __str__(self) -> str:
+        kept = f"TTFT <= {self.ttft_s * 1000:g} ms, 99 % of its gaps <= {self.itl_s * 1000:g} ms"
+        more = "" if math.isinf(self.tpot_s) else f", TPOT <= {self.tpot_s * 1000:g} ms"
+        return f"goodput: requests with {kept}{more}"
 
 
 @dataclass(slots=True)
@@ -122,6 +142,11 @@ class Turn:
         return Spread.of([gap for told in self.answers for gap in told.gaps_s])
 
     @property
+    def tpot(self) -> Spread | None:
+        """Of requests, each by the mean of its tokens after the first: those that have some."""
+        return Spread.of([t for told in self.answers if (t := told.per_token_s) is not None])
+
+    @property
     def e2e(self) -> Spread | None:
         return Spread.of([told.e2e_s for told in self.answers])
 
@@ -159,6 +184,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     "ttft_p99": lambda turn: _p99(turn.ttft),
     "itl_p50": lambda turn: _p50(turn.itl),
     "itl_p99": lambda turn: _p99(turn.itl),
+    "tpot_p50": lambda turn: _p50(turn.tpot),
     "e2e_p50": lambda turn: _p50(turn.e2e),
 }
 
@@ -179,7 +205,12 @@ def ratios(mine: Sequence[Turn], first: Sequence[Turn]) -> dict[str, float]:
 
 def point(turn: Turn, limits: Limits) -> dict[str, object]:
     """What `--json` says of a server, or of a layout."""
-    spreads = {"ttft_ms": turn.ttft, "itl_ms": turn.itl, "e2e_ms": turn.e2e}
+    spreads = {
+        "ttft_ms": turn.ttft,
+        "itl_ms": turn.itl,
+        "tpot_ms": turn.tpot,
+        "e2e_ms": turn.e2e,
+    }
     return {
         "completed": len(turn.answers),
         "errors": turn.errors,
@@ -188,10 +219,11 @@ def point(turn: Turn, limits: Limits) -> dict[str, object]:
         "output_tok_per_s": turn.output_tok_per_s,
         **{name: spread.json() if spread else None for name, spread in spreads.items()},
         "goodput_per_s": turn.goodput_per_s(limits),
-        "limits_ms": {"ttft": limits.ttft_s * 1000, "itl": limits.itl_s * 1000},
+        "limits_ms": limits.json(),
         "prompt_tokens": sum(told.prompt_tokens for told in turn.answers),
         "cached_tokens": sum(told.cached_tokens for told in turn.answers),
         "output_tokens": sum(told.tokens for told in turn.answers),
         "tokens_per_event": turn.tokens_per_event,
         "client_share": turn.client_share,
+        "seconds": turn.seconds,
     }

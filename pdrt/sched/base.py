@@ -42,7 +42,7 @@ from pdrt.sched.plan import Batch, Plan, fit
 from pdrt.sched.request import First, Request, State, from_submit
 from pdrt.sched.sequences import branch, drawn_firsts, living, resumed
 from pdrt.sched.spent import Phase
-from pdrt.sched.steady import advance, skip, steady_steps
+from pdrt.sched.steady import advance, grow, skip, steady_steps
 
 _COPY_GAIN: Final = 4  # so much faster, about, is KV copied to the host and back than computed
 QUEUES: Final = (("waiting_queue", (State.QUEUED, State.SWAPPED)),)
@@ -174,13 +174,17 @@ class Scheduler:
             self._retract(request)
         blocks = book.blocks.take(len(fitting.grow))
         assert blocks is not None
-        for request, block in zip(fitting.grow, blocks, strict=True):
-            book.move(request, Grown((block,)))
+        if self.limits.is_blind:
+            grow(book, fitting.grow, blocks)
+        else:
+            for request, block in zip(fitting.grow, blocks, strict=True):
+                book.move(request, Grown((block,)))
         batch = Batch(self.limits)
         batch.fill(fitting.step)
         granted = [] if fitting.retract else self._admit(batch.room)
         seats = self.limits.max_batch_size - len(fitting.step)
-        batch.fill([r for r in granted if r.state is State.RUNNING][:seats])
+        if granted:
+            batch.fill([r for r in granted if r.state is State.RUNNING][:seats])
         retracted, moves = len(fitting.retract), book.host.pop_moves()
         steps, steady = batch.steps, batch.steady
         return book.opened(Plan(steps, len(granted), retracted, expired, moves, steady))

@@ -153,7 +153,8 @@ class Book:
             self.weigh(request)
         for effect in effects:
             if isinstance(effect, Say):  # most are: one for each token
-                if request.spent.has_news or effect.output.finish is not None:
+                is_news = request.spent.has_news or effect.output.finish is not None
+                if is_news and not self.limits.is_blind:
                     told = request.spent.told(self.now)
                     effect.output = replace(effect.output, spent_ms=told)
                 self.outbox.append(effect)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from pdrt.device.batch import Drawn, Odds, Scoring, SeqStep
@@ -19,7 +19,7 @@ from pdrt.messages import Problem
 from pdrt.sched.limits import Limits
 from pdrt.sched.request import Request
 from pdrt.sched.sequences import draws
-from pdrt.sched.steady import is_steady
+from pdrt.sched.steady import split
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +106,14 @@ class Batch:
         """Prompt tokens that another prompt may have."""
         return self.prefill_tokens if self.prefill_tokens >= self._scrap else 0
 
-    def fill(self, runners: Iterable[Request]) -> None:
+    def fill(self, runners: Collection[Request]) -> None:
         """In their order: the oldest prompt has all that it can use."""
+        if self._is_blind and runners:
+            steady, runners = split(runners)
+            self.steady += steady
         for r in runners:
             tokens, start = r.tokens, r.computed
             if len(tokens) - start == 1 and len(tokens) > r.prompt_tokens:  # most are: no calls
-                if self._is_blind and is_steady(r):
-                    self.steady.append(r)
-                    continue
                 step = SeqStep(r.key, tokens[start:], start, r.blocks, r.draw, (), r.copy_from)
                 self._decode.append(step)
             else:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
-from pdrt.sched.events import Grown
 from pdrt.sched.request import Request, State
 from pdrt.sched.spent import Phase
 
@@ -22,23 +21,38 @@ if TYPE_CHECKING:
 TOKEN: Final = 0  # stands for any
 
 
-def is_steady(request: Request) -> bool:
-    """It decodes, and says at least one token after its next one."""
-    return request.spent.phase is Phase.DECODE and request.left > 1 and request.copy_from < 0
+def split(requests: Iterable[Request]) -> tuple[list[Request], list[Request]]:
+    """Those that are steady, which decode and say a token after their next one, and the others."""
+    steady, others = list[Request](), list[Request]()
+    decode = Phase.DECODE
+    for r in requests:
+        length = len(r.tokens)
+        is_steady = r.computed == length - 1 and length < r.most - 1 and r.copy_from < 0
+        (steady if is_steady and r.spent.phase is decode else others).append(r)
+    return steady, others
 
 
 def advance(book: Book, requests: Iterable[Request]) -> None:
     """One more token for each that is still there."""
-    said = 0
-    for request in requests:
-        if request.state is State.RUNNING:
-            tokens = request.tokens
-            request.computed = len(tokens)
+    running, said = State.RUNNING, 0
+    for r in requests:
+        if r.state is running:
+            tokens = r.tokens
+            r.computed = len(tokens)
             tokens.append(TOKEN)
             said += 1
         else:
             book.counters["late"] += 1
     book.counters["tokens_out"] += said
+
+
+def grow(book: Book, requests: Iterable[Request], blocks: Iterable[int]) -> None:
+    """A block more for each, as `Grown` does: what is kept free for one changes near its end."""
+    far = book.limits.reserved_tokens
+    for request, block in zip(requests, blocks, strict=True):
+        request.blocks.append(block)
+        if request.most - len(request.tokens) < far:
+            book.weigh(request)
 
 
 def steady_steps(book: Book, max_held: int, most: int) -> int:
@@ -51,11 +65,10 @@ def steady_steps(book: Book, max_held: int, most: int) -> int:
         return 0
     if book.line and book.seats < max_held:
         return 0
-    steps = most
-    for r in runners:
-        if len(r.tokens) - r.computed != 1 or not is_steady(r):
-            return 0
-        steps = min(steps, r.left - 1)
+    steady, others = split(runners)
+    if others:
+        return 0
+    steps = min(most, min([r.most - len(r.tokens) for r in steady]) - 1)
     while steps > 0 and _growth(runners, steps, limits.block_size) > book.blocks.free:
         steps //= 2
     return steps
@@ -96,9 +109,9 @@ def _growers(
 def _grow(book: Book, growing: Sequence[tuple[Request, int]], number: int) -> None:
     blocks = book.blocks.take(len(growing))
     assert blocks is not None, f"step {number}: fewer blocks than `steady_steps` counted"
-    for (request, length), block in zip(growing, blocks, strict=True):
+    for request, length in growing:
         _set_length(request, length)
-        book.move(request, Grown((block,)))
+    grow(book, [request for request, _ in growing], blocks)
 
 
 def _wait(book: Book, runners: Sequence[Request], begun: Sequence[int], number: int) -> None:

@@ -7,7 +7,8 @@ scheduler with all its devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -79,7 +80,7 @@ class DpCost(Section):
     """What it means that several workers (dp ranks) are one instance."""
 
     lockstep: bool = False  # its ranks step together; each step lasts as long as the longest
-    exchange_ms: NotNegative = 0.0  # and for each rank beyond the first so much longer
+    exchange_ms: NotNegative = 0.0  # and longer by this times (ranks - 1) / ranks
 
 
 class TransferCost(Section):
@@ -204,15 +205,19 @@ def write_us(transfer: TransferCost, size: float, *, tail: bool = False) -> floa
     return curve[-1][column] * size / curve[-1][0]
 
 
-def transfer_s(cost: Cost, writes: Sequence[int]) -> float:
+def transfer_s(
+    cost: Cost, writes: Sequence[int], write: Callable[[float], float] | None = None
+) -> float:
     """How long one worker needs to write these, each of so many bytes, with its link to itself.
 
-    `parallel` of them are under way at once, but no faster than the curve's best rate.
+    `parallel` of them are under way at once, but no faster than the curve's best rate. `write` is
+    `write_us`, for who asks often.
     """
     transfer = cost.transfer
+    timed = write or partial(write_us, transfer)
     if not writes or not transfer.curve:
         return 0.0
     share = transfer.devices / cost.instance.tp
-    each = [write_us(transfer, size * share) for size in writes]
+    each = [timed(size * share) for size in writes]
     best = max(row[1] for row in transfer.curve) * 1e9
     return max(sum(each) / transfer.parallel * _US, max(each) * _US, sum(writes) * share / best)

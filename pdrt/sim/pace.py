@@ -121,7 +121,7 @@ class Solo:
         if done >= 3:
             self._eager = 0
         else:
-            self._eager = min(self._eager + 1, 4)
+            self._eager = min(self._eager + 1, 6)
             self._pause = 1 << self._eager
 
 
@@ -133,7 +133,8 @@ class Lockstep:
 
     def __init__(self, workers: Sequence[Worker], machine: Machine, exchange_s: float) -> None:
         self._workers, self._machine = workers, machine
-        self._exchange_s = exchange_s * (len(workers) - 1)
+        # Of what each rank sends to all alike, this part goes to other ranks.
+        self._exchange_s = exchange_s * (len(workers) - 1) / len(workers)
         self._clock = workers[0].clock
         self._is_busy = self._is_looking = False
         self._timer = 0.0

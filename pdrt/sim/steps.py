@@ -18,8 +18,11 @@ class Work:
     context: int = 0
 
 
-def work_of(plan: Plan) -> Work:
-    """A step of one token counts as decoding, as it does on a device."""
+def work_of(plan: Plan, *, is_long: bool = True) -> Work:
+    """A step of one token counts as decoding, as it does on a device.
+
+    `is_long`: context costs something, and is counted.
+    """
     prompt = decoding = context = 0
     pairs = 0.0
     for step in plan.batch:
@@ -31,7 +34,8 @@ def work_of(plan: Plan) -> Work:
             decoding += 1
             context += step.start + 1
     decoding += len(plan.steady)
-    context += sum([len(r.tokens) for r in plan.steady])
+    if is_long:
+        context += sum([len(r.tokens) for r in plan.steady])
     return Work(prompt, pairs, decoding, context)
 
 
@@ -39,7 +43,7 @@ class StepTimes:
     """`step_s`, with what the batch costs looked up."""
 
     def __init__(self, cost: StepCost, max_batch_size: int) -> None:
-        self._cost = cost
+        self._cost, self.is_long = cost, cost.context_ns > 0
         self._base = step_s(cost)
         self._decode = [decode_ms(cost, n) * 1e-3 for n in range(max_batch_size + 1)]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, TypeAlias
 
 from pdrt.data.commands import (
@@ -26,7 +26,6 @@ from pdrt.data.commands import (
 )
 from pdrt.data.events import (
     FirstTokens,
-    PromptStarted,
     Quiet,
     Received,
     ReceiveFailed,
@@ -39,7 +38,7 @@ from pdrt.data.events import (
 from pdrt.errors import Cancelled
 from pdrt.messages import Problem
 from pdrt.sim.clock import Call, Clock
-from pdrt.sim.cost import Cost, transfer_s
+from pdrt.sim.cost import Cost, transfer_s, write_us
 from pdrt.sim.machine import Machine
 from pdrt.sim.worker import Worker
 
@@ -100,7 +99,7 @@ class Wire:
         self.legs: dict[Key, Leg] = {}
         self.links: dict[str, Link] = {}  # by the prefill worker's name
         self.moved_blocks = 0
-        self._seconds = lru_cache(4096)(lambda runs: transfer_s(cost, runs))
+        self._write_us = lru_cache(4096)(partial(write_us, cost.transfer))
 
     def carry(self, worker: Worker, effect: TransferCommand) -> None:
         key = effect.room, effect.attempt
@@ -120,8 +119,10 @@ class Wire:
                 self._end(key, is_served=effect.is_served)
             case AbortSend(problem=problem):
                 self._stop(key, problem)
-            case TellStarted() | TellFirsts():
+            case TellFirsts():
                 self._told(key, effect)
+            case TellStarted():
+                pass  # decode only notes when; a message a request less
 
     def _leg(self, key: Key) -> Leg:
         leg = self.legs.get(key)
@@ -143,13 +144,9 @@ class Wire:
         if self.legs.get(key) is leg and leg.prefill is not None and leg.admitted is not None:
             leg.prefill.feed(SenderReady(*key, leg.admitted.first_block))
 
-    def _told(self, key: Key, effect: TellStarted | TellFirsts) -> None:
+    def _told(self, key: Key, effect: TellFirsts) -> None:
         leg = self.legs.get(key)
-        if leg is None or leg.decode is None:
-            return
-        if isinstance(effect, TellStarted):
-            self._tell(leg.decode, PromptStarted(*key))
-        else:
+        if leg is not None and leg.decode is not None:
             told = FirstTokens(*key, effect.tokens, effect.logprobs, effect.tops)
             self._tell(leg.decode, told)
 
@@ -159,7 +156,7 @@ class Wire:
         leg = self.legs.get(key)
         if leg is None or leg.prefill is None or leg.ending is not None:
             return
-        seconds = self._seconds(self._runs(leg, effect))
+        seconds = transfer_s(self.cost, self._runs(leg, effect), self._write_us)
         leg.writing += 1
         self._link(leg.prefill).write(seconds, lambda: self._written(key, leg, effect))
 

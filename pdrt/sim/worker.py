@@ -113,7 +113,7 @@ class Worker:
         return plan
 
     def seconds(self, plan: Plan) -> float:
-        return self.times.of(work_of(plan))
+        return self.times.of(work_of(plan, is_long=self.times.is_long))
 
     def commit(self, plan: Plan) -> None:
         now = self.clock.now

@@ -20,7 +20,7 @@ _MOST_PARTS: Final = 200
 _MOST_OF_MEMORY: Final = 0.4  # of the machine, for the KV pools of all workers together
 _USUAL_POOL: Final = 1 << 30  # bytes; pools are touched at the start, so more takes longer
 
-Value: TypeAlias = "str | int | float | bool"
+Value: TypeAlias = "str | int | float | bool | list[int]"
 Tables: TypeAlias = dict[str, dict[str, Value]]
 FreePort: TypeAlias = Callable[[str], int]
 
@@ -61,6 +61,7 @@ class Wanted:
     prefill_cp: int = 1
     decode_tp: int = 1
     decode_dp: int = 1
+    hybrid_dp: int = 1
     model: str = "demo"
     name: str = ""
     dtype: str = ""
@@ -93,12 +94,14 @@ class Wanted:
     @property
     def workers(self) -> int:
         decode = self.decode * self.decode_dp * self.decode_tp
-        return self.prefill * self.prefill_tp * self.prefill_cp + decode + self.hybrid
+        hybrid = self.hybrid * self.hybrid_dp
+        return self.prefill * self.prefill_tp * self.prefill_cp + decode + hybrid
 
     @property
     def copies(self) -> int:
         """Of the model: the workers of a tensor-parallel group share one."""
-        return self.prefill * self.prefill_cp + self.decode * self.decode_dp + self.hybrid
+        hybrid = self.hybrid * self.hybrid_dp
+        return self.prefill * self.prefill_cp + self.decode * self.decode_dp + hybrid
 
     def shape(self, role: Role) -> Shape:
         """Of an instance."""
@@ -108,7 +111,7 @@ class Wanted:
             case "decode":
                 return Shape(self.decode_tp, self.decode_dp)
             case "hybrid":
-                return Shape()
+                return Shape(dp=self.hybrid_dp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ class Part:
     def ports(self) -> tuple[int, ...]:
         """What it will bind, to be found free beforehand."""
         ports = self.tables["ports"]
-        return (self.port, *(int(ports[name]) for name in ("bootstrap", "admin") if name in ports))
+        return (self.port, *(int(str(ports[n])) for n in ("bootstrap", "admin") if n in ports))
 
     def arguments(self, conf: Path) -> list[str]:
         """What stands behind `python -m pdrt`."""

@@ -77,6 +77,7 @@ class Scripted:
 async def serving(scripted: Scripted) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_post("/v1/completions", scripted.complete)
+    app.router.add_post("/generate", scripted.complete)
     app.router.add_get("/v1/models", scripted.models)
     async with TestServer(app) as server:
         yield f"http://127.0.0.1:{server.port}"

@@ -36,7 +36,8 @@ from pdrt.bench.interference import (
     show,
     verdict,
 )
-from pdrt.bench.layouts import Ground, Layout
+from pdrt.bench.interference import hybrid as in_chunks
+from pdrt.bench.layouts import Ground, placed
 from pdrt.bench.load import Server, client
 from pdrt.bench.shell import Report
 from pdrt.bench.traffic import MOST_AT_ONCE, Clients, Pace, Seen, Traffic, meet
@@ -197,12 +198,11 @@ def test_1p1d_has_a_core_each_and_hybrid_has_both(tmp_path: Path) -> None:
         ("prefill", 1),
         ("decode", 1),
     ]
-    assert [list(APART.cores(part, [4, 5])) for part in (*apart, router)] == [[4], [5], [4, 5]]
-    layout = Layout("chunk 64", 64)
-    hybrid, _router = place.parts(layout, tmp_path)
+    assert [*placed([*apart, router], [4, 5]).values()] == [[4], [5], [4, 5]]
+    hybrid, router = place.parts(in_chunks("chunk 64", 64), tmp_path)
     assert (hybrid.role, hybrid.tables["device"]["threads"]) == ("hybrid", 2)
     assert hybrid.tables["scheduler"]["max_prefill_tokens"] == 64
-    assert list(layout.cores(hybrid, [4, 5])) == [4, 5]
+    assert placed([hybrid, router], [4, 5])[hybrid.name] == [4, 5]
     assert all(part.tables["scheduler"]["prefix_cache"] is False for part in (*apart, hybrid))
     assert "max_prefill_tokens" not in apart[0].tables["scheduler"]
 
@@ -263,7 +263,7 @@ def test_it_says_how_much_better_and_what_it_costs() -> None:
 
 def test_a_chunk_size_that_did_not_keep_up_is_not_the_best() -> None:
     result = found(eight=[seen(5, 20, missed=1), seen(5, 40)])
-    assert result.best == Layout("chunk 16", 16)
+    assert result.best == in_chunks("chunk 16", 16)
     assert "chunk 8 did not keep up" in verdict(result)[-1]
 
 

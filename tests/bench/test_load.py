@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
+import statistics
 import time
 from pathlib import Path
 from random import Random
@@ -14,8 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrt.bench.heard import Piece, Record, Told, events, told_by
-from pdrt.bench.load import Ran, Server, client, poisson, send, sender, steady
-from pdrt.bench.prompts import Ask, Lengths, Prompts, kind_of, read_talks, talks_of
+from pdrt.bench.lengths import Lengths, exactly
+from pdrt.bench.load import (
+    Arrivals,
+    Ran,
+    Server,
+    arriving,
+    client,
+    form_of,
+    send,
+    sender,
+    steady,
+)
+from pdrt.bench.prompts import Ask, Asks, Prompts, kind_of, read_talks, talks_of
+from pdrt.bench.talk import LOST, Talk
 from pdrt.errors import ConfigError
 from tests.bench.scripted import LAST, WHOLE, Scripted, event, serving
 
@@ -24,6 +38,11 @@ STREAM = b"".join(WHOLE)
 
 def nothing(_record: Record) -> None:
     """Nobody watches."""
+
+
+def once(count: int) -> list[Talk]:
+    """So many conversations of one turn."""
+    return [Talk(lambda _ask: b"{}", [Ask((3,), 1)]) for _ in range(count)]
 
 
 def heard(*data: bytes, ended: float = 9.0) -> Told:
@@ -128,7 +147,7 @@ def test_prompts_have_their_length_and_differ_but_for_what_they_share(
 ) -> None:
     lengths, answers = Lengths(20, 20 + most), Lengths(1, 9)
     prompts = Prompts(lengths, answers, kind_of(kind), 300, shared, seed)
-    asks = prompts.draw(8, 0, "a")
+    asks = [ask for [ask] in prompts.draw(8, 0, "a")]
     texts = [ask.prompt.split() if isinstance(ask.prompt, str) else ask.prompt for ask in asks]
     assert all(20 <= len(text) <= 20 + most for text in texts)
     for text in texts[1:]:
@@ -140,17 +159,49 @@ def test_prompts_have_their_length_and_differ_but_for_what_they_share(
         assert all(3 <= each < 300 for text in texts for each in text if isinstance(each, int))
 
 
+def test_lognormal_lengths_have_their_mean_and_are_cut_at_their_most() -> None:
+    lengths = Lengths.parse("lognormal:256:0.6", "--input")
+    assert str(lengths) == "lognormal:256:0.6:2048"
+    random = Random(1)
+    drawn = [lengths.draw(random) for _ in range(20_000)]
+    assert statistics.fmean(drawn) == pytest.approx(256, rel=0.03)
+    assert statistics.median(drawn) == pytest.approx(256 * math.exp(-0.18), rel=0.03)
+    assert max(Lengths.parse("lognormal:99:3:100", "").draw(random) for _ in range(99)) == 100
+    assert min(Lengths.parse("lognormal:1:3", "").draw(random) for _ in range(99)) == 1
+
+
+def test_several_prefixes_are_shared_by_equal_parts() -> None:
+    prompts = Prompts(exactly(20), exactly(4), shared_prefix=8, seed=3, prefixes=3)
+    begins = [ask.prompt[:8] for [ask] in prompts.draw(9, 0, "a")]
+    assert len(set(begins)) == 3
+    assert begins[:3] * 3 == begins
+    assert begins == [ask.prompt[:8] for [ask] in prompts.draw(9, 5, "b")]
+    assert len({ask.prompt for [ask] in prompts.draw(9, 0, "a")}) == 9
+
+
+def test_conversations_have_so_many_turns_in_all() -> None:
+    prompts = Prompts(exactly(9), exactly(4), shared_prefix=5, seed=3, turns=Lengths(2, 4))
+    talks = prompts.draw(40, 0, "a")
+    turns = list(map(len, talks))
+    assert sum(turns) == 40
+    assert set(turns[:-1]) == {2, 3, 4}
+    assert {len(ask.prompt) for asks in talks for ask in asks} == {9}
+    firsts, others = ([asks[0] for asks in talks], [asks[1] for asks in talks[:-1]])
+    assert len({ask.prompt[:5] for ask in firsts}) == 1
+    assert len({ask.prompt[:5] for ask in others}) == len(others)
+
+
 def test_servers_get_the_same_lengths_and_no_server_the_same_prompt_twice() -> None:
     prompts = Prompts(Lengths(20, 90), Lengths(2, 50), seed=5)
 
-    def shape(asks: list[Ask]) -> list[tuple[int, int]]:
-        return [(len(ask.prompt), ask.max_tokens) for ask in asks]
+    def shape(talks: list[Asks]) -> list[tuple[int, int]]:
+        return [(len(ask.prompt), ask.max_tokens) for [ask] in talks]
 
     first, other, later = (
         prompts.draw(10, number, server) for number, server in ((0, "a"), (0, "b"), (1, "a"))
     )
     assert shape(first) == shape(other) != shape(later)
-    assert len({ask.prompt for asks in (first, other, later) for ask in asks}) == 30
+    assert len({ask.prompt for talks in (first, other, later) for [ask] in talks}) == 30
     assert first == prompts.draw(10, 0, "a")
 
 
@@ -162,10 +213,20 @@ def test_a_file_of_conversations_gives_questions_and_lengths_of_answers(tmp_path
 
     told = [talk("What?", "y" * 400), talk("alone"), talk("Why?", "no"), talk("", "x" * 80)]
     file.write_text(json.dumps([*told, talk("Long?", "z" * 99_999)]))
-    assert read_talks(file) == [Ask("What?", 100), Ask("Why?", 4), Ask("Long?", 1024)]
+    assert read_talks(file) == [[Ask("What?", 100)], [Ask("Why?", 4)], [Ask("Long?", 1024)]]
     prompts = Prompts(Lengths(1, 1), Lengths(1, 1), seed=1, talks=talks_of(str(file)))
-    assert {ask.prompt for ask in prompts.draw(50, 0, "a")} == {"What?", "Why?", "Long?"}
+    assert {ask.prompt for [ask] in prompts.draw(50, 0, "a")} == {"What?", "Why?", "Long?"}
     assert talks_of("") == ()
+
+
+def test_a_file_gives_as_many_turns_as_its_conversations_have(tmp_path: Path) -> None:
+    file = tmp_path / "talks.json"
+    said = ("one?", "x" * 40, "two?", "x" * 44, "three?", "", "four?", "x")
+    file.write_text(json.dumps([{"conversations": [{"value": each} for each in said]}]))
+    assert read_talks(file) == [[Ask("one?", 10), Ask("two?", 11)]]
+    prompts = Prompts(exactly(1), exactly(1), talks=talks_of(str(file)), turns=exactly(5))
+    talks = prompts.draw(5, 0, "a")
+    assert list(map(len, talks)) == [2, 2, 1]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '[{"conversations": 3}]'])
@@ -194,6 +255,12 @@ def test_another_file_is_refused_by_name(text: str, tmp_path: Path) -> None:
 def test_a_server_is_a_url_with_or_without_a_name(text: str, name: str, base: str) -> None:
     server = Server.parse(text)
     assert (server.name, server.base) == (name, base)
+
+
+def test_a_dialect_is_one_of_two() -> None:
+    assert Server.parse("h:1", form_of("generate")).url == "http://h:1/generate"
+    with pytest.raises(ConfigError, match="--dialect 'chat'"):
+        form_of("chat")
 
 
 @pytest.mark.parametrize("text", ["", "a=", "=http://h", "ftp://h", "http://"])
@@ -225,7 +292,7 @@ async def test_steady_load_keeps_its_concurrency_and_reports_each_request() -> N
     scripted, done = Scripted(gather=3), list[Record]()
     async with serving(scripted) as url, client(5.0) as session:
         server = Server("a", url, "m")
-        ran = await steady(sender(session, server), [b"{}"] * 7, 3, done.append)
+        ran = await steady(sender(session, server), once(7), 3, done.append)
     assert (len(ran.records), scripted.most_in_flight) == (7, 3)
     assert done == list(ran.records)
     assert 0 < ran.client_share < 10
@@ -235,29 +302,103 @@ async def test_requests_by_chance_do_not_wait_for_each_other() -> None:
     scripted = Scripted(gather=6)  # nobody is answered before all are there
     async with serving(scripted) as url, client(5.0) as session:
         send_one = sender(session, Server("a", url, "m"))
-        ran = await poisson(send_one, [b"{}"] * 6, 1000.0, Random(1), nothing)
+        ran = await arriving(send_one, once(6), itertools.repeat(0.001), 6, nothing)
     assert scripted.most_in_flight == 6
     assert all(told_by(record).tokens == 3 for record in ran.records)
 
 
-async def test_arrivals_are_as_far_apart_as_the_rate_says() -> None:
+async def test_arrivals_are_as_far_apart_as_their_gaps_say() -> None:
     began = list[float]()
 
     async def note(_body: bytes) -> Record:
         began.append(time.perf_counter())
         return Record(began[-1], began[-1])
 
-    await poisson(note, [b""] * 60, 500.0, Random(3), nothing)
-    random = Random(3)
-    expected = sum(random.expovariate(500.0) for _ in range(59))
-    assert began[-1] - began[0] >= expected  # never early
+    gaps = [0.001, 0.02, 0.0, 0.03]
+    await arriving(note, once(5), iter([*gaps, 1.0]), 5, nothing)
+    assert began[-1] - began[0] >= sum(gaps)  # never early
+    assert len(began) == 5
+
+
+@pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (16.0, 0.25)])
+def test_arrivals_keep_their_rate_and_come_as_evenly_as_they_should(
+    burstiness: float, variation: float
+) -> None:
+    random = Random(1)
+    gaps = [Arrivals(50.0, burstiness).gap_s(random) for _ in range(20_000)]
+    assert statistics.fmean(gaps) == pytest.approx(0.02, rel=0.05)
+    assert statistics.stdev(gaps) / statistics.fmean(gaps) == pytest.approx(variation, rel=0.05)
+
+
+async def test_all_at_once_are_all_at_once_unless_so_few_may_be_in_flight() -> None:
+    assert Arrivals(math.inf).gap_s(Random(1)) == 0.0
+    for most in (6, 2):
+        scripted = Scripted(gather=most)
+        async with serving(scripted) as url, client(5.0) as session:
+            send_one = sender(session, Server("a", url, "m"))
+            ran = await arriving(send_one, once(6), itertools.repeat(0.0), most, nothing)
+        assert (scripted.most_in_flight, len(ran.records)) == (most, 6)
+
+
+# Conversations.
+
+
+def generated(*events: list[int]) -> list[Piece]:
+    told = [
+        {"output": "é", "output_ids": ids, "finish_reason": None if ids else "stop"}
+        for ids in events
+    ]
+    return [Piece(1.0, b"data: " + json.dumps(each).encode() + b"\n\n") for each in told]
+
+
+def test_a_turn_asks_with_all_that_was_said_before() -> None:
+    server = Server("a", "http://a", form="generate")
+    talk = Talk(server.body, [Ask((1, 2), 3), Ask((6, 7), 4), Ask((9,), 5)])
+    assert talk.hear(Record(0.0, 1.0, generated([3, 4], [5], []))) == []
+    assert json.loads(talk.body or b"")["prompt"] == [1, 2, 3, 4, 5, 6, 7]
+    assert talk.turns == 2
+    talk.hear(Record(0.0, 1.0, generated([8], [])))
+    assert json.loads(talk.body or b"")["prompt"] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert json.loads(talk.body or b"")["sampling_params"]["max_tokens"] == 5
+    assert talk.hear(Record(0.0, 1.0, generated([8], []))) == []
+    assert (talk.body, talk.turns) == (None, 0)
+
+
+def test_a_text_turn_asks_with_the_text() -> None:
+    talk = Talk(Server("a", "http://a").body, [Ask("why", 3), Ask("and then", 4)])
+    talk.hear(Record(0.0, 1.0, [Piece(1.0, each) for each in WHOLE]))
+    assert json.loads(talk.body or b"")["prompt"] == "whyabc and then"
+
+
+def test_turns_after_one_that_failed_are_failures_too() -> None:
+    talk = Talk(Server("a", "http://a").body, [Ask("a", 3), Ask("b", 4), Ask("c", 4)])
+    lost = talk.hear(Record(0.0, 2.0, failure="timeout"))
+    assert [told_by(each).failure for each in lost] == [LOST, LOST]
+    assert (talk.body, talk.turns) == (None, 0)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+async def test_turns_follow_one_another_and_conversations_do_not(comes: bool) -> None:
+    scripted, done = Scripted(gather=2), list[Record]()
+    async with serving(scripted) as url, client(5.0) as session:
+        server = Server("a", url, "m")
+        talks = [Talk(server.body, [Ask(f"{name}{n}", 3) for n in range(3)]) for name in "ab"]
+        send_one = sender(session, server)
+        if comes:
+            ran = await arriving(send_one, talks, itertools.repeat(0.0), 2, done.append)
+        else:
+            ran = await steady(send_one, talks, 2, done.append)
+    assert len(ran.records) == len(done) == 6
+    assert scripted.most_in_flight == 2
+    asked = [body["prompt"] for body in scripted.bodies]
+    assert [each for each in asked if each[0] == "a"] == ["a0", "a0abc a1", "a0abc a1abc a2"]
 
 
 async def test_failures_have_codes_and_reasons() -> None:
     cut = (b"data: {}\n\n",)
     scripted = Scripted(script=[429, 503, cut])
     async with serving(scripted) as url, client(5.0) as session:
-        ran = await steady(sender(session, Server("a", url, "m")), [b"{}"] * 3, 1, nothing)
+        ran = await steady(sender(session, Server("a", url, "m")), once(3), 1, nothing)
     codes = [told_by(record).failure for record in ran.records]
     assert codes == ["overloaded", "overloaded", "cut_off"]
     async with client(5.0) as session:
@@ -269,7 +410,7 @@ async def test_failures_have_codes_and_reasons() -> None:
 async def test_a_server_that_serves_each_connection_once_loses_no_request() -> None:
     scripted = Scripted(serves_once=True)
     async with serving(scripted) as url, client(5.0) as session:
-        ran = await steady(sender(session, Server("a", url, "m")), [b"{}"] * 4, 2, nothing)
+        ran = await steady(sender(session, Server("a", url, "m")), once(4), 2, nothing)
     assert [told_by(record).failure for record in ran.records] == [""] * 4
 
 

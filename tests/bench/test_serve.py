@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,8 +16,9 @@ from typer.testing import CliRunner
 
 from pdrt.bench import peers
 from pdrt.bench.heard import Record, Told
-from pdrt.bench.load import Ran, Server
-from pdrt.bench.prompts import Lengths, Prompts
+from pdrt.bench.lengths import Lengths
+from pdrt.bench.load import Arrivals, Ran, Server
+from pdrt.bench.prompts import Prompts
 from pdrt.bench.rounds import Effort, Load, measure, rotated
 from pdrt.bench.serve import Asked, fresh, points, serve, servers_of, show, tell_busy, tell_failures
 from pdrt.bench.serve_plot import shares
@@ -45,7 +47,6 @@ def asked(urls: Sequence[str], **more: object) -> Asked:
         prompts=PROMPTS,
         requests=6,
         concurrency=3,
-        rate=0.0,
         effort=Effort(rounds=2, warm_up=2, timeout_s=20.0),
         limits=Limits(),
     )
@@ -87,6 +88,34 @@ def test_goodput_counts_answers_that_keep_both_limits(told: Told, is_kept: bool)
     assert limits.are_kept(told) is is_kept
     good = turn(told, answer(0.1, 0.01), answer(5.0, 0.01))
     assert good.goodput_per_s(limits) == (1 + is_kept) / 2
+
+
+def gapped(*gaps_s: float) -> Told:
+    at = [1.0, *itertools.accumulate(gaps_s, initial=1.0)][1:]
+    return Told(0.0, at[-1], at, len(at), over_at=at[-1])
+
+
+def test_goodput_looks_at_each_gap_and_not_at_their_mean() -> None:
+    limits = Limits(ttft_s=2.0, itl_s=0.1)
+    assert limits.are_kept(gapped(*[0.01] * 98, 0.09))
+    assert not limits.are_kept(gapped(*[0.01] * 98, 0.2)), "of fewer than 100 none may be late"
+    assert limits.are_kept(gapped(*[0.01] * 99, 0.2))
+    assert not limits.are_kept(gapped(*[0.01] * 98, 0.2, 0.2))
+
+
+def test_goodput_may_ask_for_the_mean_as_well() -> None:
+    told = gapped(0.02, 0.04)
+    assert Limits(tpot_s=0.031).are_kept(told)
+    assert not Limits(tpot_s=0.029).are_kept(told)
+    assert "TPOT <= 29 ms" in str(Limits(tpot_s=0.029))
+
+
+def test_time_per_token_is_of_requests_and_between_tokens_of_gaps() -> None:
+    one = turn(gapped(0.1, 0.1, 0.1, 0.1), gapped(0.3), gapped())
+    assert one.tpot is not None
+    assert one.itl is not None
+    assert one.tpot.mean == pytest.approx(200)
+    assert one.itl.mean == pytest.approx(140)
 
 
 def test_throughput_is_of_the_whole_turn() -> None:
@@ -159,7 +188,7 @@ async def test_each_server_has_a_turn_in_each_round_and_the_warm_up_does_not_cou
     one, other, steps = Scripted(), Scripted(), list[str]()
     async with serving(one) as url, serving(other) as url2:
         servers = servers_of([f"a={url}", f"b={url2}"])
-        loads = [Load("x", PROMPTS, 3, 2), Load("y", PROMPTS, 2, 1, rate=1000.0)]
+        loads = [Load("x", PROMPTS, 3, 2), Load("y", PROMPTS, 2, 0, Arrivals(1000.0))]
         effort = Effort(2, 1, 5.0)
         turns = await measure(servers, loads, effort, steps.append, at_once)
     assert {name: [len(t.answers) for t in found] for name, found in turns.items()} == {
@@ -334,6 +363,16 @@ def test_peers_are_compared_row_by_row() -> None:
         (["--url", "ftp://h"], "--url"),
         (["--plot", "x.gif"], ".png"),
         (["--profile", "peers", "--plot", "x.png"], "--plot"),
+        (["--profile", "peers", "--input", "9"], "--input says nothing beside --profile"),
+        (["--dataset", "x", "--output", "9"], "--output says nothing beside --dataset"),
+        (["--prefixes", "3"], "--shared-prefix"),
+        (["--prompts", "words", "--vocab", "9"], "--vocab says nothing"),
+        (["--dialect", "chat"], "--dialect 'chat'"),
+        (["--burstiness", "0.5"], "give --rate"),
+        (["--burstiness", "0.5", "--rate", "inf"], "give --rate"),
+        (["--burstiness", "0", "--rate", "1"], "--burstiness 0"),
+        (["--turns", "3"], "--dialect generate"),
+        (["--input", "lognormal:5:9"], "lognormal:MEAN"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_sent(arguments: list[str], says: str) -> None:
