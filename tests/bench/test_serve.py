@@ -6,6 +6,8 @@ import asyncio
 import io
 import itertools
 import json
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from pdrt.bench.rounds import Effort, Load, measure, rotated
 from pdrt.bench.serve import Asked, fresh, points, serve, servers_of, show, tell_busy, tell_failures
 from pdrt.bench.serve_plot import shares
 from pdrt.bench.shell import Report
-from pdrt.bench.summary import Limits, Spread, Turn, quantile, ratio, ratios
+from pdrt.bench.summary import METRICS, Limits, Spread, Turn, quantile, ratio, ratios
 from pdrt.cli import app
 from pdrt.errors import ConfigError, Unavailable
 from tests.bench.scripted import Scripted, serving
@@ -310,6 +312,27 @@ def test_tables_and_points_tell_the_same() -> None:
     assert spec | {"ttft_ms", "itl_ms", "e2e_ms"} <= second.keys()
     assert second["of_first"]["ttft_p50"] == pytest.approx(2.5)  # type: ignore[index]
     assert {"mean", "p50", "p90", "p99"} <= second["itl_ms"].keys()  # type: ignore[attr-defined]
+
+
+def documented(heading: str) -> set[str]:
+    """Keys in the first column of the table that follows a heading of docs/benchmarks.md."""
+    text = Path(__file__).parents[2].joinpath("docs/benchmarks.md").read_text()
+    table = text.partition(f"\n{heading}\n")[2].partition("\n#")[0]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.M)
+    return {key for row in rows for key in re.findall(r"`(\w+)`", row)}
+
+
+def test_every_key_of_the_json_is_in_the_docs_and_no_other() -> None:
+    turns = {("load", "a"): [turn(answer(0.2, 0.1))]}
+    [steady] = points(asked(["a=h:1"]), turns)
+    [told] = points(asked(["a=h:1"], arrivals=Arrivals(math.inf), concurrency=0), turns)
+    assert set(told) == set(steady) == documented("### JSON of a load")
+    assert json.loads(json.dumps(told, allow_nan=False))["rate"] == "inf"
+    spread = {"mean", "p50", "p90", "p99", "max"}
+    for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms"):
+        assert told[name].keys() == spread  # type: ignore[attr-defined]
+    text = Path(__file__).parents[2].joinpath("docs/benchmarks.md").read_text()
+    assert all(f"`{name}`" in text for name in METRICS)
 
 
 def test_turns_that_began_on_a_busy_machine_are_told() -> None:
