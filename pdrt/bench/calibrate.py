@@ -145,9 +145,7 @@ def found_on(asked: Asked, ground: Ground, stage: Stage) -> Found:
     """Everything, in turn. Raises PdrtError."""
     rounds, loaded = run(_steps(asked, stage))
     stage("router and server, together", _STEPS)
-    together = overheads.found_by(
-        ground, Layout(_TOGETHER)
-    )
+    together = overheads.found_by(ground, Layout(_TOGETHER))
     stage("router and server, apart", _STEPS + _OVERHEADS / 2)
     split = overheads.found_by(ground, Layout(_APART))
     stage("transfers", _STEPS + _OVERHEADS)

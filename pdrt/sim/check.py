@@ -42,7 +42,11 @@ class Metric:
         return float(value) if isinstance(value, int | float) else None
 
 
-METRICS: Final = (Metric("output_tok_per_s", 1), Metric("ttft_ms.p50", -1), Metric("itl_ms.p50", -1))
+METRICS: Final = (
+    Metric("output_tok_per_s", 1),
+    Metric("ttft_ms.p50", -1),
+    Metric("itl_ms.p50", -1),
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -135,9 +139,7 @@ def _winner(load: Load, metric: Metric, pairs: Sequence[Pair]) -> Winner:
     return Winner(load, metric, best.layout, named_.layout, loss)
 
 
-def compare(
-    cost: Cost, points: Sequence[Json], told: Told = lambda _what: None
-) -> Comparison:
+def compare(cost: Cost, points: Sequence[Json], told: Told = lambda _what: None) -> Comparison:
     """Simulates every point with what it says of its load. Raises ConfigError."""
     pairs = list[Pair]()
     for point in points:
@@ -176,7 +178,9 @@ def read_points(place: Path) -> list[Json]:
     points = [point for file in files for point in _read(file)]
     if not points:
         raise ConfigError(f"{place}: there are no points of `pdrt bench sweep`")
-    return sorted(points, key=lambda p: (p["workers"], p["input_len"], p["output_len"], p["layout"]))
+    return sorted(
+        points, key=lambda p: (p["workers"], p["input_len"], p["output_len"], p["layout"])
+    )
 
 
 def _read(file: Path) -> Iterator[Json]:

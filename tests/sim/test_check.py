@@ -43,9 +43,7 @@ def point(layout: str, **told: Any) -> dict[str, Any]:
 
 
 def test_points_that_the_simulator_made_are_met_exactly() -> None:
-    made = [
-        {**point(name), **predicted(COST, point(name))} for name in ("dp", "route2", "1P1D")
-    ]
+    made = [{**point(name), **predicted(COST, point(name))} for name in ("dp", "route2", "1P1D")]
     found = compare(COST, made)
     assert found.near() == 1.0
     assert max(abs(e) for metric in METRICS for e in found.errors(metric)) < 1e-9
