@@ -6,6 +6,7 @@ they use for it. A device that sleeps takes none, and a step of a known length i
 
 from __future__ import annotations
 
+import asyncio
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,11 @@ from aiohttp import ClientSession
 
 from pdrt.bench.heard import Told, told_by
 from pdrt.bench.layouts import Ground, Layout
-from pdrt.bench.load import Ran, Server, client, sender, steady
+from pdrt.bench.lengths import exactly
+from pdrt.bench.load import Ran, Server, client
 from pdrt.bench.processes import cpu_s, with_children
-from pdrt.bench.prompts import Lengths, Prompts
+from pdrt.bench.prompts import Prompts
+from pdrt.bench.rounds import Load
 from pdrt.errors import Unavailable
 from pdrt.modelspec import NULL_PATH
 
@@ -31,6 +34,7 @@ _SHORT, _LONG = 1, 48  # tokens of an answer
 _CROWD: Final = 64  # requests, `_STREAMS` at a time
 _LONG_CROWD: Final = 16
 _TIMEOUT_S: Final = 60.0
+_IDLE_S: Final = 2.0
 _WORKER: Final = "pdrt worker"
 _PROC: Final = Path("/proc")
 
@@ -88,15 +92,16 @@ async def _asked(url: str) -> Seen:
     async with client(_TIMEOUT_S) as session:
         await _load(session, server, _STREAMS, _SHORT, _STREAMS)
         alone = await _load(session, server, _ALONE, _SHORT, 1)
-        short = await _measured(session, server, _CROWD, _SHORT)
-        long = await _measured(session, server, _LONG_CROWD, _LONG)
+        idle = await _idle_share()
+        short = await _measured(session, server, _CROWD, _SHORT, idle)
+        long = await _measured(session, server, _LONG_CROWD, _LONG, idle)
     ttft = [told.ttft_s for told in _answers(alone) if told.ttft_s is not None]
     gaps = [gap for told in _answers(long.ran) for gap in told.gaps_s]
     return seen(ttft, gaps, short, long)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Used:
     """Requests that were answered, and the processor time that all but workers used."""
 
     ran: Ran
@@ -105,7 +110,7 @@ class Load:
     cpu_s: float
 
 
-def seen(ttft_s: Sequence[float], gaps_s: Sequence[float], short: Load, long: Load) -> Seen:
+def seen(ttft_s: Sequence[float], gaps_s: Sequence[float], short: Used, long: Used) -> Seen:
     """Two loads, two unknowns: what a request takes, and what each of its tokens."""
     a, b = (short.requests, short.tokens), (long.requests, long.tokens)
     det = a[0] * b[1] - a[1] * b[0]
@@ -119,20 +124,29 @@ def seen(ttft_s: Sequence[float], gaps_s: Sequence[float], short: Load, long: Lo
     )
 
 
-async def _measured(session: ClientSession, server: Server, requests: int, tokens: int) -> Load:
+async def _idle_share() -> float:
+    """Of one core, while nobody asks anything."""
+    before = _others_cpu_s()
+    await asyncio.sleep(_IDLE_S)
+    return (_others_cpu_s() - before) / _IDLE_S
+
+
+async def _measured(
+    session: ClientSession, server: Server, requests: int, tokens: int, idle: float
+) -> Used:
     before = _others_cpu_s()
     ran = await _load(session, server, requests, tokens, _STREAMS)
     used = _others_cpu_s() - before + ran.client_s
-    return Load(ran, requests, requests * tokens, used)
+    return Used(ran, requests, requests * tokens, max(0.0, used - idle * ran.seconds))
 
 
 async def _load(
     session: ClientSession, server: Server, requests: int, tokens: int, at_once: int
 ) -> Ran:
     """Raises Unavailable when a request fails."""
-    prompts = Prompts(Lengths(_INPUT, _INPUT), Lengths(tokens, tokens), seed=requests + tokens)
-    bodies = [server.body(ask) for ask in prompts.draw(requests, 0, "")]
-    ran = await steady(sender(session, server), bodies, at_once, lambda _record: None)
+    prompts = Prompts(exactly(_INPUT), exactly(tokens), seed=requests + tokens)
+    load = Load("overheads", prompts, requests, at_once)
+    ran = await load.put_on(session, server, 0, lambda _whose: None)
     for told in map(told_by, ran.records):
         if told.failure:
             raise Unavailable(f"measuring overheads: {told.failure}: {told.reason}")

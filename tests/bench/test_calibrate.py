@@ -18,7 +18,7 @@ from pdrt.bench import cost_file, overheads
 from pdrt.bench.calibrate import Asked, Rounds, calibrate
 from pdrt.bench.layouts import Ground
 from pdrt.bench.load import Ran
-from pdrt.bench.overheads import Load, Overheads, Seen
+from pdrt.bench.overheads import Overheads, Seen, Used
 from pdrt.bench.shell import Report
 from pdrt.bench.step_fit import cost_s, fit, nnls
 from pdrt.bench.step_grid import Shape, Steps, doubled, grid
@@ -125,7 +125,7 @@ def test_one_worker_has_no_crowd() -> None:
 
 def test_requests_and_tokens_are_told_apart_by_two_loads() -> None:
     ran = Ran((), 1.0, 0.0)
-    short, long = Load(ran, 64, 64, 64 * 2e-3 + 64 * 1e-4), Load(ran, 16, 768, 0.032 + 0.0768)
+    short, long = Used(ran, 64, 64, 64 * 2e-3 + 64 * 1e-4), Used(ran, 16, 768, 0.032 + 0.0768)
     seen = overheads.seen([0.03], [0.021], short, long)
     assert seen.request_cpu_ms == pytest.approx(2.0)
     assert seen.token_cpu_ms == pytest.approx(0.1)

@@ -92,8 +92,8 @@ def test_folders_and_lists_are_read_and_what_is_no_point_is_refused(tmp_path: Pa
     (tmp_path / "c.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"c\.json"):
         read_points(tmp_path)
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="no points"):
-        (tmp_path / "empty").mkdir()
         read_points(tmp_path / "empty")
 
 
