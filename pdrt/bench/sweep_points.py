@@ -141,11 +141,11 @@ class Store:
         return [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
 
 
-def tables(points: Sequence[Point]) -> Iterator[Table]:
-    """One a picture: a row a layout, a column a length, the best of each in the last row."""
+def tables(points: Sequence[Point]) -> Iterator[tuple[str, Table]]:
+    """One a picture, and what it is of: a row a layout, a column a length, last the best."""
     shown = panels(points)
     for picture in PICTURES:
-        table = Table(picture.label.replace(" ", "\n", 1), box=SIMPLE, padding=(0, 1, 0, 0))
+        table = Table("", box=SIMPLE, padding=(0, 1, 0, 0))
         columns = [(panel, length) for panel in shown for length in panel.lengths]
         for panel, length in columns:
             table.add_column(f"{panel.short}\n{length}", justify="right")
@@ -154,7 +154,7 @@ def tables(points: Sequence[Point]) -> Iterator[Table]:
             table.add_row(layout, *("-" if cell is None else _text(cell) for cell in cells))
         table.add_section()
         table.add_row("best", *(best(points, *column, picture) for column in columns))
-        yield table
+        yield picture.label, table
 
 
 def best(points: Sequence[Point], panel: Panel, length: int, picture: Picture) -> str:

@@ -34,6 +34,7 @@ from tests.bench.scripted import WHOLE, Scripted, documented, serving
 
 GRID = Grid((8, 16), (4, 6), 8, 4)
 AMOUNT = Amount(requests=5, concurrency=0, vocab=250, seed=1)
+WARM_UP = 2 * 2 + AMOUNT.requests
 SETTINGS = {**AMOUNT.told(), "workers": 2, "model": "m"}
 LAYOUTS = tuple(Layout(named(name, 2)) for name in ("dp", "route2", "1P1D"))
 
@@ -143,8 +144,7 @@ def test_each_layout_gets_the_same_prompts_and_a_file_a_point(tmp_path: Path) ->
         [json.dumps(body) for body in places.servers[name].bodies] for name in places.servers
     ]
     assert sorted(prompts[0]) == sorted(prompts[1]) == sorted(prompts[2])
-    warm_up, cells = 2 * 2, 3
-    assert len(prompts[0]) == warm_up + cells * AMOUNT.requests
+    assert len(prompts[0]) == WARM_UP + 3 * AMOUNT.requests
     files = sorted(file.name for file in (tmp_path / "new").glob("*.json"))
     assert len(files) == 9
     assert files[:3] == ["1P1D-in16-out4.json", "1P1D-in8-out4.json", "1P1D-in8-out6.json"]
@@ -163,14 +163,14 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
     places = Places()
     assert run(places, tmp_path) == 0
     assert places.started == ["route2"]
-    assert len(places.servers["route2"].bodies) == 4 + AMOUNT.requests
+    assert len(places.servers["route2"].bodies) == WARM_UP + AMOUNT.requests
     assert gone.exists()
     assert kept.read_text() == before
     assert Places().started == []
 
 
 def test_a_point_with_errors_is_an_exit_status_and_measured_again(tmp_path: Path) -> None:
-    places = Places(servers={"dp": Scripted(script=[*[WHOLE] * 4, 429])})
+    places = Places(servers={"dp": Scripted(script=[*[WHOLE] * WARM_UP, 429])})
     assert run(places, tmp_path) == 1
     told = json.loads((tmp_path / "dp-in8-out4.json").read_text())
     assert (told["completed"], told["failures"]) == (4, {"overloaded": 1})
@@ -216,7 +216,7 @@ def test_a_layout_that_does_not_start_is_told_and_the_others_are_measured(
 def test_a_layout_that_serves_no_more_is_left_and_the_others_are_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    places = Places(servers={"dp": Scripted(script=[*[WHOLE] * 4, *[503] * 99])})
+    places = Places(servers={"dp": Scripted(script=[*[WHOLE] * WARM_UP, *[503] * 99])})
     assert run(places, tmp_path, io.StringIO()) == 1
     err = capfd.readouterr().err
     assert "dp, in8-out4: 5 x overloaded" in err
