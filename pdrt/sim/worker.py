@@ -143,8 +143,10 @@ class Worker:
         self._ended = ends[-1]
 
     def _carry_out(self) -> None:
-        said: list[Output] = []
         outbox = self.sched.outbox
+        if not outbox:
+            return
+        said: list[Output] = []
         while outbox:
             effect = outbox.popleft()
             if isinstance(effect, Say):

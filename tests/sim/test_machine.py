@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdrt.sim.clock import Clock, Turn
 from pdrt.sim.cost import MachineCost
-from pdrt.sim.machine import Front, OwnDevices, SharedCores, factor
+from pdrt.sim.machine import Front, Machine, OwnDevices, SharedCores, factor
 
 
 def ends(

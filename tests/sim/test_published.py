@@ -1,7 +1,7 @@
-"""The published comparison of five layouts, simulated: 1,024 random prompts, four TP8 nodes over EFA.
+"""The published comparison of five layouts, simulated: 1,024 random prompts, four nodes with EFA.
 
 Output lengths swept at input 512, input lengths swept at output 256. Each published ordering has a
-test; where a simulation does not show one for all lengths, the test's lengths say for which it does.
+test; where a simulation does not show one for all lengths, the test's lengths say for which.
 """
 
 from __future__ import annotations

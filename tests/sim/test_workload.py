@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -25,7 +26,7 @@ def test_gaps_have_the_rates_mean_and_the_burstinesss_spread(
     burstiness: float, spread: float
 ) -> None:
     found = Workload.of(20_000, 1, 1, Arrivals(10.0, burstiness)).requests
-    gaps = [b.at - a.at for a, b in zip(found, found[1:], strict=False)]
+    gaps = [b.at - a.at for a, b in pairwise(found)]
     assert statistics.fmean(gaps) == pytest.approx(0.1, rel=0.05)
     assert statistics.stdev(gaps) == pytest.approx(0.1 * spread, rel=0.1)
 
