@@ -53,7 +53,7 @@ class Paced(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for each step
 class Steady:
     """Tokens that came at each of `ends`; `since`: the ones before, of all of them, if that is."""
 
