@@ -11,9 +11,7 @@ from pdrt.sim.cost import MachineCost
 from pdrt.sim.machine import Front, Machine, OwnDevices, SharedCores, factor
 
 
-def ends(
-    machine: SharedCores | OwnDevices, clock: Clock, jobs: list[tuple[float, float]]
-) -> list[float]:
+def ends(machine: Machine, clock: Clock, jobs: list[tuple[float, float]]) -> list[float]:
     """When jobs that begin and last so are done."""
     found = [0.0] * len(jobs)
 

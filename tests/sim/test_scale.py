@@ -19,7 +19,7 @@ MANY = PolicySection(max_in_flight=REQUESTS)
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("layout", "rate"), [("route100", 3000.0), ("40P60D", 2000.0)])
+@pytest.mark.parametrize(("layout", "rate"), [("route100", 3200.0), ("30P70D", 3000.0)])
 def test_100_instances_serve_100_000_requests_within_a_minute(layout: str, rate: float) -> None:
     """CPU time of this thread, which is what a core of its own would take."""
     workload = Workload.of(REQUESTS, 512, "128..256", Arrivals(rate))
