@@ -43,7 +43,8 @@ class Limits:
         """Raises TooLong when `tokens` can never be held, BadRequest for none or unknown ones."""
         if not request.tokens:
             raise BadRequest("prompt: it is empty")
-        for token in min(request.tokens), max(request.tokens):
+        ends = () if self.is_blind else (min(request.tokens), max(request.tokens))
+        for token in ends:
             if not self.is_known(token):
                 raise BadRequest(f"prompt: token {token} is outside the vocabulary of {self.vocab}")
         for token, _bias in request.sampling.logit_bias:

@@ -56,9 +56,11 @@ class Fit:
 def fit(running: Iterable[Request], free: int, owners: Callable[[int], int], limits: Limits) -> Fit:
     """Take blocks back from the cheapest until the others can all grow; never from the last."""
     keep, retract = list(running), list[Request]()
-    given = Counter[int]()  # a block is free when each of its owners gave it
     batch = keep[: limits.max_batch_size]
     grow = _growing(batch, limits.block_size)
+    if len(grow) <= free:
+        return Fit(tuple(batch), tuple(grow), ())
+    given = Counter[int]()  # a block is free when each of its owners gave it
     while len(grow) > free and len(keep) > 1:
         victim = min(keep, key=_cost)
         keep.remove(victim)

@@ -50,6 +50,7 @@ def grow(book: Book, requests: Iterable[Request], blocks: Iterable[int]) -> None
     """A block more for each, as `Grown` does: what is kept free for one changes near its end."""
     far = book.limits.reserved_tokens
     for request, block in zip(requests, blocks, strict=True):
+        assert not request.borrows, "who shares blocks is not grown in bulk"
         request.blocks.append(block)
         if request.most - len(request.tokens) < far:
             book.weigh(request)

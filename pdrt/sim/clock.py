@@ -34,7 +34,8 @@ class Clock:
     def at(self, when: float, call: Call, turn: Turn = Turn.MESSAGE) -> None:
         """Call it then; what is due already comes next."""
         self._pushed += 1
-        heapq.heappush(self._heap, (max(when, self.now), turn, self._pushed, call))
+        when = when if when > self.now else self.now
+        heapq.heappush(self._heap, (when, turn, self._pushed, call))
 
     def after(self, seconds: float, call: Call, turn: Turn = Turn.MESSAGE) -> None:
         self.at(self.now + seconds, call, turn)

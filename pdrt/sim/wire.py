@@ -106,7 +106,7 @@ class Wire:
         match effect:
             case OpenReceiver():
                 self._leg(key).decode = worker
-                self._tell(worker, ReceiverReady(*key))
+                worker.feed(ReceiverReady(*key))  # all peers are attached
             case ExpectHandshakes():
                 self._leg(key).prefill = worker
                 self._meet(key)
@@ -186,8 +186,8 @@ class Wire:
             del self.legs[key]
             assert leg.decode is not None
             assert leg.prefill is not None
-            self._tell(leg.decode, Received(*key, effect.last))
-            self._tell(leg.prefill, SendEnded(*key, None))
+            leg.decode.feed(Received(*key, effect.last))
+            leg.prefill.feed(SendEnded(*key, None))
 
     # Ends before the end.
 

@@ -53,7 +53,7 @@ class Paced(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for each step
 class Steady:
     """Tokens that came at each of `ends`; `since`: the ones before, of all of them, if that is."""
 
@@ -143,8 +143,10 @@ class Worker:
         self._ended = ends[-1]
 
     def _carry_out(self) -> None:
-        said: list[Output] = []
         outbox = self.sched.outbox
+        if not outbox:
+            return
+        said: list[Output] = []
         while outbox:
             effect = outbox.popleft()
             if isinstance(effect, Say):
