@@ -33,6 +33,7 @@ from pdrt.bench.step_grid import Shape, grid
 from pdrt.bench.step_process import Loaded, Measurer, measuring
 from pdrt.bench.transfer import local_target, measure
 from pdrt.config import NodeConfig
+from pdrt.device.backends import device_kind
 from pdrt.errors import ConfigError, Unavailable
 from pdrt.sim.arrangement import Arrangement, apart
 from pdrt.sim.cost import (
@@ -244,7 +245,7 @@ def _size(case: Case) -> int:
 
 def machine(asked: Asked, crowd: float) -> MachineCost:
     """A device that is not the CPU is nobody else's."""
-    if asked.config.device.kind not in ("auto", "cpu"):
+    if device_kind(asked.config) != "cpu":
         return MachineCost()
     crowds = ((1, 1.0), (asked.at_once, round(crowd, 3))) if asked.at_once > 1 else ()
     return MachineCost(cores=asked.at_once, crowd=crowds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ Json: TypeAlias = Mapping[str, Any]
 Told: TypeAlias = Callable[[str], None]
 NEAR: Final = 0.15  # of the measured figure
 TIE: Final = 0.05  # of the best measured one: as good
+SAME: Final = 0.01  # of the best simulated one: the simulator calls them equal, and names both
 _NEEDED: Final = ("layout", "workers", "input_len", "output_len", "completed")
 
 
@@ -132,8 +134,12 @@ def _winner(load: Load, metric: Metric, pairs: Sequence[Pair]) -> Winner:
         assert found is not None
         return found
 
-    best = max(pairs, key=lambda pair: metric.sign * value(pair.measured))
-    named_ = max(pairs, key=lambda pair: metric.sign * value(pair.predicted))
+    def better(pair: Pair) -> float:
+        return metric.sign * value(pair.measured)
+
+    top = max(metric.sign * value(pair.predicted) for pair in pairs)
+    equal = [p for p in pairs if metric.sign * value(p.predicted) >= top - SAME * abs(top)]
+    best, named_ = max(pairs, key=better), max(equal, key=better)
     ours, its = value(named_.measured), value(best.measured)
     loss = 1 - ours / its if metric.sign > 0 else ours / its - 1
     return Winner(load, metric, best.layout, named_.layout, loss)
@@ -178,9 +184,31 @@ def read_points(place: Path) -> list[Json]:
     points = [point for file in files for point in _read(file)]
     if not points:
         raise ConfigError(f"{place}: there are no points of `pdrt bench sweep`")
-    return sorted(
-        points, key=lambda p: (p["workers"], p["input_len"], p["output_len"], p["layout"])
-    )
+    return sorted(medians(points), key=_place)
+
+
+def _place(point: Json) -> tuple[Any, ...]:
+    return tuple(point[key] for key in ("workers", "input_len", "output_len", "layout"))
+
+
+def medians(points: Sequence[Json]) -> list[Json]:
+    """Those that were measured several times become one: each figure is the median."""
+    same: dict[tuple[Any, ...], list[Json]] = {}
+    for point in points:
+        same.setdefault(_place(point), []).append(point)
+    return [those[0] if len(those) == 1 else _median(those) for those in same.values()]
+
+
+def _median(those: Sequence[Json]) -> Json:
+    told = dict(those[0])
+    for metric in METRICS:
+        values = [value for one in those if (value := metric.of(one)) is not None]
+        table, _, part = metric.name.rpartition(".")
+        if values and table:
+            told[table] = {**told[table], part: statistics.median(values)}
+        elif values:
+            told[part] = statistics.median(values)
+    return {**told, "times": len(those)}
 
 
 def _read(file: Path) -> Iterator[Json]:

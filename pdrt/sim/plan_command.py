@@ -60,12 +60,14 @@ def plan(
     Prints the best by goodput (requests within the limits a second), the runner-up, the plain
     alternative of hybrid instances behind a router, and why.
     """
+    from pdrt import telemetry
     from pdrt.sim.cost import load
     from pdrt.sim.plan import Wanted
     from pdrt.sim.plan_plot import check_plot
     from pdrt.sim.tally import Good
     from pdrt.sim.workload import Arrivals
 
+    telemetry.configure("error")
     if plot:
         check_plot(plot)
     if json_file and not Path(json_file).resolve().parent.is_dir():

@@ -97,6 +97,22 @@ def test_folders_and_lists_are_read_and_what_is_no_point_is_refused(tmp_path: Pa
         read_points(tmp_path / "empty")
 
 
+def test_layouts_that_the_simulator_calls_equal_are_both_named() -> None:
+    a, b = point("dp", output_tok_per_s=80.0), point("route2", output_tok_per_s=100.0)
+    pairs = [Pair(a, {**a, "output_tok_per_s": 90.0}), Pair(b, {**b, "output_tok_per_s": 89.5})]
+    throughput, *_ = Comparison(pairs).winners()
+    assert throughput.is_same
+
+
+def test_what_was_measured_several_times_is_the_median(tmp_path: Path) -> None:
+    several = [point("dp", output_tok_per_s=rate) for rate in (10.0, 90.0, 20.0)]
+    (tmp_path / "a.json").write_text(json.dumps([*several, point("route2")]))
+    one, other = read_points(tmp_path)
+    assert (one["output_tok_per_s"], one["times"]) == (20.0, 3)
+    assert one["ttft_ms"]["p50"] == 50.0
+    assert other["layout"] == "route2"
+
+
 def test_the_command_prints_points_and_the_summary(tmp_path: Path) -> None:
     file, told = tmp_path / "mine.toml", tmp_path / "told.json"
     cost_file.write(COST, file)
