@@ -165,7 +165,9 @@ async def test_a_reader_that_stops_for_too_long_is_cut_on_both_legs_and_counted(
         client = await RawClient.send(r)
         await client.reader.read(1)
         relay = next(iter(r.router.relays))
-        await until(lambda: relay.first_byte_at is not None and any(each.is_full for each in r.server.all))
+        await until(
+            lambda: relay.first_byte_at is not None and any(each.is_full for each in r.server.all)
+        )
         for seconds in (1, 4):  # it is seen to stand still from the first look on
             r.server.look(r.server.now + seconds)
         assert r.router.relays
