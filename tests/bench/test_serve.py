@@ -6,6 +6,7 @@ import asyncio
 import io
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +24,10 @@ from pdrt.bench.rounds import Effort, Load, measure, rotated
 from pdrt.bench.serve import Asked, fresh, points, serve, servers_of, show, tell_busy, tell_failures
 from pdrt.bench.serve_plot import shares
 from pdrt.bench.shell import Report
-from pdrt.bench.summary import Limits, Spread, Turn, quantile, ratio, ratios
+from pdrt.bench.summary import METRICS, Limits, Spread, Turn, quantile, ratio, ratios
 from pdrt.cli import app
 from pdrt.errors import ConfigError, Unavailable
-from tests.bench.scripted import Scripted, serving
+from tests.bench.scripted import Scripted, documented, serving
 from tests.e2e.cluster import Cluster
 
 PROMPTS = Prompts(Lengths(8, 8), Lengths(4, 4), seed=1)
@@ -310,6 +311,19 @@ def test_tables_and_points_tell_the_same() -> None:
     assert spec | {"ttft_ms", "itl_ms", "e2e_ms"} <= second.keys()
     assert second["of_first"]["ttft_p50"] == pytest.approx(2.5)  # type: ignore[index]
     assert {"mean", "p50", "p90", "p99"} <= second["itl_ms"].keys()  # type: ignore[attr-defined]
+
+
+def test_every_key_of_the_json_is_in_the_docs_and_no_other() -> None:
+    turns = {("load", "a"): [turn(answer(0.2, 0.1))]}
+    [steady] = points(asked(["a=h:1"]), turns)
+    [told] = points(asked(["a=h:1"], arrivals=Arrivals(math.inf), concurrency=0), turns)
+    assert set(told) == set(steady) == documented("### JSON of a load")
+    assert json.loads(json.dumps(told, allow_nan=False))["rate"] == "inf"
+    spread = {"mean", "p50", "p90", "p99", "max"}
+    for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms"):
+        assert told[name].keys() == spread  # type: ignore[attr-defined]
+    text = Path(__file__).parents[2].joinpath("docs/benchmarks.md").read_text()
+    assert all(f"`{name}`" in text for name in METRICS)
 
 
 def test_turns_that_began_on_a_busy_machine_are_told() -> None:
