@@ -78,8 +78,9 @@ def sweep(asked: Asked, place: Place, store: Store, shown: Shown) -> int:
     Raises PdrtError.
     """
     missing = {layout: _missing(asked, store, layout) for layout in asked.layouts}
-    total = asked.amount.requests * len(asked.grid.cells) * len(asked.layouts)
-    left = asked.amount.requests * sum(map(len, missing.values()))
+    each = asked.amount.requests * asked.amount.rounds
+    total = each * len(asked.grid.cells) * len(asked.layouts)
+    left = each * sum(map(len, missing.values()))
     has_failed = False
     with Bar(shown.report.is_quiet, total, "starting") as bar:
         bar.say("kept from earlier", total - left)
@@ -129,8 +130,11 @@ async def _ask(
     async with client(asked.timeout_s) as session:
         await _warm_up(session, server, asked, layout)
         for cell in cells:
-            ran = await asked.amount.load(cell).put_on(session, server, 0, step)
-            turn = Turn.of(ran)
+            load = asked.amount.load(cell)
+            rounds = range(asked.amount.rounds)
+            turn = Turn.pooled(
+                [Turn.of(await load.put_on(session, server, n, step)) for n in rounds]
+            )
             keep(cell, turn)
             if not turn.answers:
                 raise Unavailable("it does not serve any more: its other lengths are left out")

@@ -78,6 +78,7 @@ class Amount:
     concurrency: int  # 0: all at once
     vocab: int
     seed: int
+    rounds: int = 1  # of each cell, one after the other, with other prompts
 
     def load(self, cell: Cell) -> Load:
         lengths = exactly(cell.input_len), exactly(cell.output_len)
@@ -89,6 +90,7 @@ class Amount:
         """As in the points of `pdrt bench serve`."""
         return {
             "requests": self.requests,
+            "rounds": self.rounds,
             "rate": None if self.concurrency else "inf",
             "concurrency": self.concurrency or None,
             "seed": self.seed,

@@ -129,7 +129,8 @@ def test_all_at_once_unless_a_concurrency_is_given() -> None:
     assert (load.arrivals, load.requests) == (Arrivals(float("inf")), 5)
     few = replace(AMOUNT, concurrency=3)
     assert (few.load(Cell(8, 4)).arrivals, few.load(Cell(8, 4)).concurrency) == (None, 3)
-    assert AMOUNT.told() == {"requests": 5, "rate": "inf", "concurrency": None, "seed": 1}
+    usual = {"requests": 5, "rounds": 1, "rate": "inf", "concurrency": None, "seed": 1}
+    assert AMOUNT.told() == usual
     assert (few.told()["rate"], few.told()["concurrency"]) == (None, 3)
 
 
@@ -177,6 +178,15 @@ def test_a_point_with_errors_is_an_exit_status_and_measured_again(tmp_path: Path
     again = Places()
     assert run(again, tmp_path) == 0
     assert again.started == ["dp"]
+
+
+def test_rounds_of_a_point_are_pooled_and_have_other_prompts(tmp_path: Path) -> None:
+    places = Places()
+    assert run(places, tmp_path, amount=replace(AMOUNT, rounds=3)) == 0
+    told = json.loads((tmp_path / "dp-in8-out4.json").read_text())
+    assert told["completed"] == 3 * AMOUNT.requests
+    bodies = [tuple(body["prompt"]) for body in places.servers["dp"].bodies[WARM_UP:]]
+    assert len(bodies) == len(set(bodies)) == 3 * 3 * AMOUNT.requests
 
 
 def test_points_of_another_sweep_are_refused_by_name(tmp_path: Path) -> None:
