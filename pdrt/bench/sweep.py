@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
+from aiohttp import ClientSession
 from rich.console import Console
 
 from pdrt.bench.bar import Bar
@@ -77,8 +78,9 @@ def sweep(asked: Asked, place: Place, store: Store, shown: Shown) -> int:
     Raises PdrtError.
     """
     missing = {layout: _missing(asked, store, layout) for layout in asked.layouts}
-    total = asked.amount.requests * len(asked.grid.cells) * len(asked.layouts)
-    left = asked.amount.requests * sum(map(len, missing.values()))
+    each = asked.amount.requests * asked.amount.rounds
+    total = each * len(asked.grid.cells) * len(asked.layouts)
+    left = each * sum(map(len, missing.values()))
     has_failed = False
     with Bar(shown.report.is_quiet, total, "starting") as bar:
         bar.say("kept from earlier", total - left)
@@ -126,19 +128,28 @@ async def _ask(
     """Raises Unavailable when it cannot warm up, or fails at all requests of a cell."""
     server = Server("pdrt", url, form="generate")
     async with client(asked.timeout_s) as session:
-        warm = Cell(asked.grid.longest.input_len, _WARM_TOKENS)
-        many = 2 * layout.arrangement.workers
-        load = replace(asked.amount.load(warm), requests=many)
+        await _warm_up(session, server, asked, layout)
+        for cell in cells:
+            load = asked.amount.load(cell)
+            rounds = range(asked.amount.rounds)
+            turn = Turn.pooled(
+                [Turn.of(await load.put_on(session, server, n, step)) for n in rounds]
+            )
+            keep(cell, turn)
+            if not turn.answers:
+                raise Unavailable("it does not serve any more: its other lengths are left out")
+
+
+async def _warm_up(session: ClientSession, server: Server, asked: Asked, layout: Layout) -> None:
+    """Long prompts for every worker, then the first cell once. Raises Unavailable."""
+    first, *_ = asked.grid.cells
+    long = asked.amount.load(Cell(asked.grid.longest.input_len, _WARM_TOKENS))
+    many = 2 * layout.arrangement.workers
+    for load in (replace(long, requests=many), asked.amount.load(first)):
         ran = await load.put_on(session, server, _WARMING, lambda _whose: None)
         for told in map(told_by, ran.records):
             if told.failure:
                 raise Unavailable(f"warming up: {told.failure}: {told.reason}")
-        for cell in cells:
-            ran = await asked.amount.load(cell).put_on(session, server, 0, step)
-            turn = Turn.of(ran)
-            keep(cell, turn)
-            if not turn.answers:
-                raise Unavailable("it does not serve any more: its other lengths are left out")
 
 
 def told_point(
@@ -159,7 +170,8 @@ def _show(points: Sequence[Point], store: Store, shown: Shown) -> None:
     if report.json_file:
         write_points(report.json_file, points)
     if not report.is_quiet:
-        for table in tables(points):
+        for title, table in tables(points):
+            console.print(title)
             console.print(table)
     files = shown.draw(points, store.folder)
     if not report.is_quiet:

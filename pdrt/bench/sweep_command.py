@@ -25,7 +25,7 @@ SWEEP: Final = (
     " `pdrt bench sweep --model null --workers 8 --layouts dp,route8,2P6D`"
 )
 _MOST_WORKERS: Final = 64
-_FEW, _MANY = 32, 1024  # requests: of the usual sweep, and of --full
+_FEW, _MANY = 16, 1024  # requests: of the usual sweep, and of --full
 _NULL: Final = "null"
 _DEVICE: Final = {"step_ms": 5.0, "token_ms": 0.2}  # null's, unless told otherwise
 
@@ -69,10 +69,13 @@ def sweep(
             " input 512, 1,024 requests.",
         ),
     ] = False,
-    requests: Annotated[int, typer.Option(min=0, help="Of each point. [default: 32]")] = 0,
+    requests: Annotated[int, typer.Option(min=0, help="Of each point. [default: 16]")] = 0,
     concurrency: Annotated[
         int, typer.Option(min=0, max=4096, help="In flight; 0: all at once.")
     ] = 0,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="So often each point, pooled: where others use the machine.")
+    ] = 1,
     chunk: Annotated[
         int, typer.Option(min=0, help="Prompt tokens of a step. [default: as in serving]")
     ] = 0,
@@ -116,7 +119,8 @@ def sweep(
     defaults = config.load(NodeConfig, None, options={"model": own})
     wanted = with_size(Wanted(dtype=own.get("dtype", "")), defaults)
     vocab = ModelSpec.read(wanted.model, backend=defaults.model.backend).vocab
-    amount = Amount(requests or (_MANY if full else _FEW), concurrency, vocab - 1, seed)
+    many = requests or (_MANY if full else _FEW)
+    amount = Amount(many, concurrency, vocab - 1, seed, rounds)
     limits = Limits(ttft_limit / 1000, itl_limit / 1000)
     asked = Asked(layouts=shapes, grid=grid, amount=amount, limits=limits, timeout_s=timeout)
     cores = sorted(os.sched_getaffinity(0))

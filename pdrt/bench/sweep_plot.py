@@ -56,6 +56,7 @@ PICTURES: Final = (
 # Colours of Okabe and Ito, which colour-blind people tell apart; yellow is too pale for a line.
 _COLOURS: Final = ("#000000", "#56B4E9", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 _MARKERS: Final = ("o", "s", "D", "^", "v", "P", "X")
+_FIRST: Final = (0, 1, 3, 5)  # colour of the first dp, route, apart and other one
 _FEW: Final = 8  # a range of less than that has few round numbers
 _DENSE: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
 _APART: Final = re.compile(r"(\d+)P(\d+)D")
@@ -121,8 +122,18 @@ def _panel(points: Sequence[Point], swept: str, fixed: str) -> Panel | None:
 
 
 def layouts(points: Sequence[Point]) -> list[str]:
-    """All, hybrid ones first: their places in this order are their colours."""
+    """All, hybrid ones first."""
     return sorted({str(point["layout"]) for point in points}, key=_place)
+
+
+def looks(names: Sequence[str]) -> dict[str, int]:
+    """Which colour and marker each has: one of its kind, however many workers there are."""
+    free, found = set(range(len(_COLOURS))), dict[str, int]()
+    for name in names:
+        first, *_ = (*sorted(each for each in free if each >= _FIRST[_place(name)[0]]), *free, 0)
+        free.discard(first)
+        found[name] = first
+    return found
 
 
 def _place(layout: str) -> tuple[int, int, str]:
@@ -148,14 +159,15 @@ def _draw(points: Sequence[Point], shown: Sequence[Panel], picture: Picture, fil
 
     figure = Figure(figsize=(6.4 * len(shown), 5.0), layout="constrained", dpi=120)
     axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    numbers = looks(layouts(points))
     for axis, panel in zip(axes, shown, strict=True):
-        for number, layout in enumerate(layouts(points)):
+        for layout, number in numbers.items():
             line = panel.line(points, layout, picture)
             axis.plot(
                 [length for length, _ in line],
                 [value for _, value in line],
-                color=_COLOURS[number % len(_COLOURS)],
-                marker=_MARKERS[number % len(_MARKERS)],
+                color=_COLOURS[number],
+                marker=_MARKERS[number],
                 label=layout,
             )
         _dress(axis, panel, picture)

@@ -78,6 +78,7 @@ class Amount:
     concurrency: int  # 0: all at once
     vocab: int
     seed: int
+    rounds: int = 1  # of each cell, one after the other, with other prompts
 
     def load(self, cell: Cell) -> Load:
         lengths = exactly(cell.input_len), exactly(cell.output_len)
@@ -89,6 +90,7 @@ class Amount:
         """As in the points of `pdrt bench serve`."""
         return {
             "requests": self.requests,
+            "rounds": self.rounds,
             "rate": None if self.concurrency else "inf",
             "concurrency": self.concurrency or None,
             "seed": self.seed,
@@ -141,11 +143,11 @@ class Store:
         return [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
 
 
-def tables(points: Sequence[Point]) -> Iterator[Table]:
-    """One a picture: a row a layout, a column a length, the best of each in the last row."""
+def tables(points: Sequence[Point]) -> Iterator[tuple[str, Table]]:
+    """One a picture, and what it is of: a row a layout, a column a length, last the best."""
     shown = panels(points)
     for picture in PICTURES:
-        table = Table(picture.label.replace(" ", "\n", 1), box=SIMPLE, padding=(0, 1, 0, 0))
+        table = Table("", box=SIMPLE, padding=(0, 1, 0, 0))
         columns = [(panel, length) for panel in shown for length in panel.lengths]
         for panel, length in columns:
             table.add_column(f"{panel.short}\n{length}", justify="right")
@@ -154,7 +156,7 @@ def tables(points: Sequence[Point]) -> Iterator[Table]:
             table.add_row(layout, *("-" if cell is None else _text(cell) for cell in cells))
         table.add_section()
         table.add_row("best", *(best(points, *column, picture) for column in columns))
-        yield table
+        yield picture.label, table
 
 
 def best(points: Sequence[Point], panel: Panel, length: int, picture: Picture) -> str:

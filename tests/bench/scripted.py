@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -81,3 +83,11 @@ async def serving(scripted: Scripted) -> AsyncIterator[str]:
     app.router.add_get("/v1/models", scripted.models)
     async with TestServer(app) as server:
         yield f"http://127.0.0.1:{server.port}"
+
+
+def documented(heading: str) -> set[str]:
+    """Keys in the first column of the table that follows a heading of docs/benchmarks.md."""
+    text = Path(__file__).parents[2].joinpath("docs/benchmarks.md").read_text()
+    table = text.partition(f"\n{heading}\n")[2].partition("\n#")[0]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.M)
+    return {key for row in rows for key in re.findall(r"`(\w+)`", row)}

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from pdrt.bench.shell import Report
 from pdrt.bench.summary import METRICS, Limits, Spread, Turn, quantile, ratio, ratios
 from pdrt.cli import app
 from pdrt.errors import ConfigError, Unavailable
-from tests.bench.scripted import Scripted, serving
+from tests.bench.scripted import Scripted, documented, serving
 from tests.e2e.cluster import Cluster
 
 PROMPTS = Prompts(Lengths(8, 8), Lengths(4, 4), seed=1)
@@ -312,14 +311,6 @@ def test_tables_and_points_tell_the_same() -> None:
     assert spec | {"ttft_ms", "itl_ms", "e2e_ms"} <= second.keys()
     assert second["of_first"]["ttft_p50"] == pytest.approx(2.5)  # type: ignore[index]
     assert {"mean", "p50", "p90", "p99"} <= second["itl_ms"].keys()  # type: ignore[attr-defined]
-
-
-def documented(heading: str) -> set[str]:
-    """Keys in the first column of the table that follows a heading of docs/benchmarks.md."""
-    text = Path(__file__).parents[2].joinpath("docs/benchmarks.md").read_text()
-    table = text.partition(f"\n{heading}\n")[2].partition("\n#")[0]
-    rows = re.findall(r"^\| (`.*?) \|", table, re.M)
-    return {key for row in rows for key in re.findall(r"`(\w+)`", row)}
 
 
 def test_every_key_of_the_json_is_in_the_docs_and_no_other() -> None:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from pdrt.bench.layouts import Ground, Layout, placed
 from pdrt.bench.load import Arrivals
 from pdrt.bench.shell import Report
-from pdrt.bench.summary import Limits
+from pdrt.bench.summary import Limits, Turn, point
 from pdrt.bench.sweep import Asked, Shown, sweep
 from pdrt.bench.sweep_command import arrangements_of, grid_of
 from pdrt.bench.sweep_plot import PICTURES, Point, panels
@@ -30,10 +30,11 @@ from pdrt.config import NodeConfig
 from pdrt.errors import ConfigError, Unavailable
 from pdrt.sim.arrangement import named
 from pdrt.up.layout import Wanted
-from tests.bench.scripted import WHOLE, Scripted, serving
+from tests.bench.scripted import WHOLE, Scripted, documented, serving
 
 GRID = Grid((8, 16), (4, 6), 8, 4)
 AMOUNT = Amount(requests=5, concurrency=0, vocab=250, seed=1)
+WARM_UP = 2 * 2 + AMOUNT.requests
 SETTINGS = {**AMOUNT.told(), "workers": 2, "model": "m"}
 LAYOUTS = tuple(Layout(named(name, 2)) for name in ("dp", "route2", "1P1D"))
 
@@ -128,7 +129,8 @@ def test_all_at_once_unless_a_concurrency_is_given() -> None:
     assert (load.arrivals, load.requests) == (Arrivals(float("inf")), 5)
     few = replace(AMOUNT, concurrency=3)
     assert (few.load(Cell(8, 4)).arrivals, few.load(Cell(8, 4)).concurrency) == (None, 3)
-    assert AMOUNT.told() == {"requests": 5, "rate": "inf", "concurrency": None, "seed": 1}
+    usual = {"requests": 5, "rounds": 1, "rate": "inf", "concurrency": None, "seed": 1}
+    assert AMOUNT.told() == usual
     assert (few.told()["rate"], few.told()["concurrency"]) == (None, 3)
 
 
@@ -143,8 +145,7 @@ def test_each_layout_gets_the_same_prompts_and_a_file_a_point(tmp_path: Path) ->
         [json.dumps(body) for body in places.servers[name].bodies] for name in places.servers
     ]
     assert sorted(prompts[0]) == sorted(prompts[1]) == sorted(prompts[2])
-    warm_up, cells = 2 * 2, 3
-    assert len(prompts[0]) == warm_up + cells * AMOUNT.requests
+    assert len(prompts[0]) == WARM_UP + 3 * AMOUNT.requests
     files = sorted(file.name for file in (tmp_path / "new").glob("*.json"))
     assert len(files) == 9
     assert files[:3] == ["1P1D-in16-out4.json", "1P1D-in8-out4.json", "1P1D-in8-out6.json"]
@@ -163,20 +164,29 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
     places = Places()
     assert run(places, tmp_path) == 0
     assert places.started == ["route2"]
-    assert len(places.servers["route2"].bodies) == 4 + AMOUNT.requests
+    assert len(places.servers["route2"].bodies) == WARM_UP + AMOUNT.requests
     assert gone.exists()
     assert kept.read_text() == before
     assert Places().started == []
 
 
 def test_a_point_with_errors_is_an_exit_status_and_measured_again(tmp_path: Path) -> None:
-    places = Places(servers={"dp": Scripted(script=[*[WHOLE] * 4, 429])})
+    places = Places(servers={"dp": Scripted(script=[*[WHOLE] * WARM_UP, 429])})
     assert run(places, tmp_path) == 1
     told = json.loads((tmp_path / "dp-in8-out4.json").read_text())
     assert (told["completed"], told["failures"]) == (4, {"overloaded": 1})
     again = Places()
     assert run(again, tmp_path) == 0
     assert again.started == ["dp"]
+
+
+def test_rounds_of_a_point_are_pooled_and_have_other_prompts(tmp_path: Path) -> None:
+    places = Places()
+    assert run(places, tmp_path, amount=replace(AMOUNT, rounds=3)) == 0
+    told = json.loads((tmp_path / "dp-in8-out4.json").read_text())
+    assert told["completed"] == 3 * AMOUNT.requests
+    bodies = [tuple(body["prompt"]) for body in places.servers["dp"].bodies[WARM_UP:]]
+    assert len(bodies) == len(set(bodies)) == 3 * 3 * AMOUNT.requests
 
 
 def test_points_of_another_sweep_are_refused_by_name(tmp_path: Path) -> None:
@@ -188,6 +198,15 @@ def test_points_of_another_sweep_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "dp-in8-out4.json").write_text("{")
     with pytest.raises(ConfigError, match="no point of a sweep"):
         store.kept("dp", Cell(8, 4))
+
+
+def test_every_key_of_a_point_is_in_the_docs_and_no_other(tmp_path: Path) -> None:
+    run(Places(), tmp_path)
+    told = json.loads((tmp_path / "dp-in8-out4.json").read_text())
+    of_serve = set(point(Turn(seconds=1.0), Limits()))
+    written = {*told, "dtype", "chunk", "step_ms", "token_ms"}  # which the command adds
+    assert of_serve <= set(told)
+    assert written - of_serve == documented("### JSON of a sweep")
 
 
 # What goes wrong.
@@ -207,7 +226,7 @@ def test_a_layout_that_does_not_start_is_told_and_the_others_are_measured(
 def test_a_layout_that_serves_no_more_is_left_and_the_others_are_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    places = Places(servers={"dp": Scripted(script=[*[WHOLE] * 4, *[503] * 99])})
+    places = Places(servers={"dp": Scripted(script=[*[WHOLE] * WARM_UP, *[503] * 99])})
     assert run(places, tmp_path, io.StringIO()) == 1
     err = capfd.readouterr().err
     assert "dp, in8-out4: 5 x overloaded" in err
@@ -235,12 +254,12 @@ def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_the_best_has_the_highest_throughput_or_the_lowest_latency() -> None:
-    def point(layout: str, rate: float, ms: float | None) -> Point:
+    def told(layout: str, rate: float, ms: float | None) -> Point:
         lengths = {"input_len": 8, "output_len": 4}
         ttft = None if ms is None else {"mean": ms}
         return {"layout": layout, **lengths, "requests_per_s": rate, "ttft_ms": ttft}
 
-    points = [point("dp", 1.0, 5.0), point("1P1D", 2.0, 9.0), point("route2", 1.5, None)]
+    points = [told("dp", 1.0, 5.0), told("1P1D", 2.0, 9.0), told("route2", 1.5, None)]
     panel, _ = panels(points)
     picked = [best(points, panel, 8, picture) for picture in PICTURES]
     assert picked == ["-", "1P1D", "dp", "-"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdrt.bench.sweep_plot import PICTURES, Panel, Point, draw, layouts, panels
+from pdrt.bench.sweep_plot import PICTURES, Panel, Point, draw, layouts, looks, panels
 
 LAYOUTS = ("route4", "2P2D", "dp", "1P3D", "route2")
 SPEED = {"route4": 1.0, "route2": 0.9, "dp": 0.8, "1P3D": 0.7, "2P2D": 0.5}
@@ -60,6 +60,15 @@ def test_a_line_goes_by_length_and_leaves_out_what_was_not_measured() -> None:
 def test_layouts_keep_their_places_whatever_comes_first() -> None:
     expected = ["dp", "route2", "route4", "1P3D", "2P2D"]
     assert layouts(sweep()) == layouts(sweep()[::-1]) == expected
+
+
+def test_a_kind_of_layout_looks_alike_however_many_workers_there_are() -> None:
+    four = {"dp": 0, "route2": 1, "route4": 2, "1P3D": 3, "2P2D": 4}
+    assert looks(["dp", "route2", "route4", "1P3D", "2P2D"]) == four
+    assert looks(["dp", "route2", "1P1D"]) == {"dp": 0, "route2": 1, "1P1D": 3}
+    assert looks(["route8"]) == {"route8": 1}
+    many = looks([f"{n}P{9 - n}D" for n in range(1, 9)])
+    assert list(many.values()) == [3, 4, 5, 6, 0, 1, 2, 0]
 
 
 def test_four_pictures_are_drawn(tmp_path: Path) -> None:
