@@ -18,6 +18,7 @@ from rich.console import Console
 
 from pdrt import __version__, config
 from pdrt.bench.commands import bench
+from pdrt.bench.sim_commands import sim
 from pdrt.config import NodeConfig, RouterConfig, TransportName
 from pdrt.conformance.command import EXAMPLES as CONFORMANCE
 from pdrt.conformance.command import conformance
@@ -35,6 +36,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(bench, name="bench")
+app.add_typer(sim, name="sim")
 app.add_typer(keys, name="keys")
 
 

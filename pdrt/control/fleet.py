@@ -67,9 +67,8 @@ class Fleet:
             ("decode", config.decode),
             ("hybrid", config.hybrid),
         )
-        for role, targets in listed:
-            for target in targets:
-                fleet.join(role, target)
+        for role, targets in listed:  # at once: pairs are made anew for whoever joins
+            fleet._set(role, tuple(Instance(role, target, fleet) for target in targets))
         return fleet
 
     @property

@@ -42,6 +42,7 @@ from pdrt.sched.plan import Batch, Plan, fit
 from pdrt.sched.request import First, Request, State, from_submit
 from pdrt.sched.sequences import branch, drawn_firsts, living, resumed
 from pdrt.sched.spent import Phase
+from pdrt.sched.steady import advance, grow, skip, steady_steps
 
 _COPY_GAIN: Final = 4  # so much faster, about, is KV copied to the host and back than computed
 QUEUES: Final = (("waiting_queue", (State.QUEUED, State.SWAPPED)),)
@@ -59,6 +60,7 @@ class Scheduler:
         slots: int = 0,
         max_held: int | None = None,
     ) -> None:
+        assert not (limits.is_blind and limits.prefix_cache), "a cache needs the tokens"
         self.limits = limits
         self.book = Book(ANSWER, limits, blocks, slots)
         self._eos = frozenset(eos)
@@ -172,15 +174,20 @@ class Scheduler:
             self._retract(request)
         blocks = book.blocks.take(len(fitting.grow))
         assert blocks is not None
-        for request, block in zip(fitting.grow, blocks, strict=True):
-            book.move(request, Grown((block,)))
+        if self.limits.is_blind:
+            grow(book, fitting.grow, blocks)
+        else:
+            for request, block in zip(fitting.grow, blocks, strict=True):
+                book.move(request, Grown((block,)))
         batch = Batch(self.limits)
         batch.fill(fitting.step)
         granted = [] if fitting.retract else self._admit(batch.room)
         seats = self.limits.max_batch_size - len(fitting.step)
-        batch.fill([r for r in granted if r.state is State.RUNNING][:seats])
+        if granted:
+            batch.fill([r for r in granted if r.state is State.RUNNING][:seats])
         retracted, moves = len(fitting.retract), book.host.pop_moves()
-        return book.opened(Plan(batch.steps, len(granted), retracted, expired, moves))
+        steps, steady = batch.steps, batch.steady
+        return book.opened(Plan(steps, len(granted), retracted, expired, moves, steady))
 
     def commit(
         self, plan: Plan, drawn: Sequence[Drawn], now: float, lost: Collection[int] = ()
@@ -192,6 +199,8 @@ class Scheduler:
         self.book.now = now
         self.book.counters["prompt_tokens_computed"] += plan.prompt_tokens
         self._moved(plan.moves, lost)
+        if plan.steady:
+            advance(self.book, plan.steady)
         for request, step, one in self.book.results(plan, drawn, lost):
             if one is None:
                 end = step.start + len(step.tokens)
@@ -243,6 +252,14 @@ class Scheduler:
             key, blocks = self.book.next_key(), request.blocks
             self.book.join(branch(request, index, key, blocks, borrows=is_partly_filled))
         self.book.move(request, Arrived())
+
+    def steady_steps(self, most: int) -> int:
+        """How many of the next steps, up to `most`, are the same as `skip` makes of them."""
+        return steady_steps(self.book, self._max_held, most)
+
+    def skip(self, steps: int) -> None:
+        """As so many times `plan` and `commit`; no more than `steady_steps` said."""
+        skip(self.book, steps)
 
     def _own_what_is_left(self) -> None:
         """A borrowed block that nobody else has any more needs no copy."""

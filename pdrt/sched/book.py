@@ -153,7 +153,8 @@ class Book:
             self.weigh(request)
         for effect in effects:
             if isinstance(effect, Say):  # most are: one for each token
-                if request.spent.has_news or effect.output.finish is not None:
+                is_news = request.spent.has_news or effect.output.finish is not None
+                if is_news and not self.limits.is_blind:
                     told = request.spent.told(self.now)
                     effect.output = replace(effect.output, spent_ms=told)
                 self.outbox.append(effect)
@@ -170,18 +171,23 @@ class Book:
         self.seats += seats - request.seats
         request.reserved, request.seats = blocks, seats
 
-    def _adapt(self) -> None:
+    @property
+    def is_reserve_due(self) -> bool:
+        """Whether R has moved so much that it counts."""
+        moved = abs(self.reserve.tokens - self.limits.reserved_tokens)
+        return moved >= self.limits.block_size
+
+    def adapt(self) -> None:
         """Keep what R says free for those that run already, too."""
-        tokens = self.reserve.tokens
-        if abs(tokens - self.limits.reserved_tokens) >= self.limits.block_size:
-            self.limits = replace(self.limits, reserved_tokens=tokens)
+        if self.is_reserve_due:
+            self.limits = replace(self.limits, reserved_tokens=self.reserve.tokens)
             for state in _GROWING:
                 for request in self.queues[state].values():
                     self.weigh(request)
 
     def admit(self, space: Space) -> list[Request]:
         """Give those in line the memory that they wait for, as far as there is space."""
-        self._adapt()
+        self.adapt()
         admission = admit(self.line, space, self.limits, self.blocks)
         for request in admission.overtaken:
             request.overtaken += 1

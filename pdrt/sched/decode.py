@@ -94,6 +94,13 @@ class DecodeDisaggScheduler:
     ) -> None:
         self._base.commit(plan, drawn, now, lost)
 
+    def steady_steps(self, most: int) -> int:
+        """As the base scheduler's, for the simulator."""
+        return self._base.steady_steps(most)
+
+    def skip(self, steps: int) -> None:
+        self._base.skip(steps)
+
     def submit(self, submit: Submit, now: float) -> None:
         """Raises BadRequest, TooLong, Conflict, Overloaded or Draining; then nothing is kept."""
         if submit.source is None and not self.limits.local_prefill:

@@ -8,7 +8,7 @@ a later step's, and the device does one after the other.
 
 from __future__ import annotations
 
-from pdrt.device.moves import Move, Moves
+from pdrt.device.moves import NONE, Move, Moves
 from pdrt.sched.blocks import BlockPool
 from pdrt.sched.effects import FreeHost, Load, Save
 
@@ -44,6 +44,8 @@ class HostCopies:
 
     def pop_moves(self) -> Moves:
         """What the next step begins with."""
+        if not (self._saves or self._loads):
+            return NONE
         moves = Moves(tuple(self._saves), tuple(self._loads))
         self._saves, self._loads = [], []
         return moves

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from pdrt.device.batch import Drawn, Odds, Scoring, SeqStep
@@ -19,6 +19,7 @@ from pdrt.messages import Problem
 from pdrt.sched.limits import Limits
 from pdrt.sched.request import Request
 from pdrt.sched.sequences import draws
+from pdrt.sched.steady import split
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,12 @@ class Plan:
     retracted: int = 0
     expired: int = 0
     moves: Moves = NO_MOVES  # before the batch
+    steady: Sequence[Request] = ()  # with `is_blind`: one more token each, in the same step
 
     @property
     def is_for_device(self) -> bool:
         """Otherwise: wait for an event or timer."""
-        return bool(self.batch or self.moves)
+        return bool(self.batch or self.moves or self.steady)
 
     @property
     def prompt_tokens(self) -> int:
@@ -54,9 +56,11 @@ class Fit:
 def fit(running: Iterable[Request], free: int, owners: Callable[[int], int], limits: Limits) -> Fit:
     """Take blocks back from the cheapest until the others can all grow; never from the last."""
     keep, retract = list(running), list[Request]()
-    given = Counter[int]()  # a block is free when each of its owners gave it
     batch = keep[: limits.max_batch_size]
     grow = _growing(batch, limits.block_size)
+    if len(grow) <= free:
+        return Fit(tuple(batch), tuple(grow), ())
+    given = Counter[int]()  # a block is free when each of its owners gave it
     while len(grow) > free and len(keep) > 1:
         victim = min(keep, key=_cost)
         keep.remove(victim)
@@ -90,8 +94,10 @@ class Batch:
     def __init__(self, limits: Limits) -> None:
         self.prefill_tokens = limits.max_prefill_tokens  # what is left of them
         self._scrap = min(limits.block_size, limits.max_prefill_tokens)
+        self._is_blind = limits.is_blind
         self._decode: list[SeqStep] = []
         self._chunks: list[SeqStep] = []
+        self.steady: list[Request] = []
 
     @property
     def steps(self) -> tuple[SeqStep, ...]:
@@ -102,8 +108,11 @@ class Batch:
         """Prompt tokens that another prompt may have."""
         return self.prefill_tokens if self.prefill_tokens >= self._scrap else 0
 
-    def fill(self, runners: Iterable[Request]) -> None:
+    def fill(self, runners: Collection[Request]) -> None:
         """In their order: the oldest prompt has all that it can use."""
+        if self._is_blind and runners:
+            steady, runners = split(runners)
+            self.steady += steady
         for r in runners:
             tokens, start = r.tokens, r.computed
             if len(tokens) - start == 1 and len(tokens) > r.prompt_tokens:  # most are: no calls

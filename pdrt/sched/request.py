@@ -81,8 +81,10 @@ class Request:
     spent: Spent = field(default_factory=lambda: Spent(0.0))
     story: deque[str] = field(default_factory=lambda: deque(maxlen=64))
     draw: Draw = field(init=False)  # of its next token, in every step the same
+    most: int = field(init=False)  # tokens, when all that it may say is said
 
     def __post_init__(self) -> None:
+        self.most = self.prompt_tokens + self.sampling.max_tokens
         self.draw = Draw(self.sampling, self.tokens, self.prompt_tokens)
 
     @property
@@ -98,7 +100,7 @@ class Request:
     @property
     def left(self) -> int:
         """Output tokens it may still say."""
-        return self.sampling.max_tokens + self.prompt_tokens - len(self.tokens)
+        return self.most - len(self.tokens)
 
     @property
     def pending(self) -> int:

@@ -6,10 +6,11 @@ scheduler with all its devices.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -21,6 +22,7 @@ from pdrt.settings import Positive, Section, check, read_toml
 NotNegative = Annotated[float, Field(ge=0)]
 AboveZero = Annotated[float, Field(gt=0)]
 Point = Annotated[tuple[NotNegative, NotNegative], Field(strict=False)]
+Factor = Annotated[tuple[Positive, AboveZero], Field(strict=False)]
 Row = Annotated[tuple[AboveZero, AboveZero, AboveZero, AboveZero], Field(strict=False)]
 
 _MS: Final = 1e-3
@@ -69,30 +71,43 @@ class RequestCost(Section):
     front_ms: NotNegative = 0.0  # router and server, before a prompt can be planned
     handshake_ms: NotNegative = 0.0  # apart: from decode's blocks until prefill knows of them
     token_ms: NotNegative = 0.0  # from a step's end until the client has its token
+    # Work of one process that stands for router, nodes and clients; what waits for it is late.
+    cpu_ms: NotNegative = 0.0  # for each request, before it is planned
+    token_cpu_ms: NotNegative = 0.0  # for each token, before its client has it
 
 
 class DpCost(Section):
     """What it means that several workers (dp ranks) are one instance."""
 
     lockstep: bool = False  # its ranks step together; each step lasts as long as the longest
-    exchange_ms: NotNegative = 0.0  # and for each rank beyond the first so much longer
+    exchange_ms: NotNegative = 0.0  # and longer by this times (ranks - 1) / ranks
 
 
 class TransferCost(Section):
     curve: Annotated[tuple[Row, ...], Field(strict=False)] = ()  # (bytes, GB/s, avg us, p99 us)
     parallel: Positive = 1  # writes that are under way at once
     devices: Positive = 1  # that wrote together when the curve was measured
+    cpu_share: Annotated[float, Field(ge=0, le=1)] = 0.0  # of its time: work on shared cores
 
     @model_validator(mode="after")
     def _rises(self) -> Self:
         sizes = [row[0] for row in self.curve]
-        if any(b <= a for a, b in itertools.pairwise(sizes)):
+        if any(b <= a for a, b in pairwise(sizes)):
             raise ValueError(f"curve: sizes must rise, not {sizes}")
         return self
 
 
 class MachineCost(Section):
     cores: Annotated[int, Field(ge=0)] = 0  # that all workers share; 0: each has its own
+    # (workers that step at once, how many times as long a step takes): they share more than cores.
+    crowd: Annotated[tuple[Factor, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _rises(self) -> Self:
+        busy = [count for count, _ in self.crowd]
+        if any(b <= a for a, b in pairwise(busy)) or (self.crowd and not self.cores):
+            raise ValueError(f"crowd: counts must rise, and [machine] cores be given, not {busy}")
+        return self
 
 
 class Cost(Section):
@@ -183,22 +198,26 @@ def write_us(transfer: TransferCost, size: float, *, tail: bool = False) -> floa
     column = 3 if tail else 2
     if size <= curve[0][0]:
         return curve[0][column]
-    for low, high in itertools.pairwise(curve):
+    for low, high in pairwise(curve):
         if size <= high[0]:
             share = math.log(size / low[0]) / math.log(high[0] / low[0])
             return float(low[column] * (high[column] / low[column]) ** share)
     return curve[-1][column] * size / curve[-1][0]
 
 
-def transfer_s(cost: Cost, writes: Sequence[int]) -> float:
+def transfer_s(
+    cost: Cost, writes: Sequence[int], write: Callable[[float], float] | None = None
+) -> float:
     """How long one worker needs to write these, each of so many bytes, with its link to itself.
 
-    `parallel` of them are under way at once, but no faster than the curve's best rate.
+    `parallel` of them are under way at once, but no faster than the curve's best rate. `write` is
+    `write_us`, for who asks often.
     """
     transfer = cost.transfer
+    timed = write or partial(write_us, transfer)
     if not writes or not transfer.curve:
         return 0.0
     share = transfer.devices / cost.instance.tp
-    each = [write_us(transfer, size * share) for size in writes]
+    each = [timed(size * share) for size in writes]
     best = max(row[1] for row in transfer.curve) * 1e9
     return max(sum(each) / transfer.parallel * _US, max(each) * _US, sum(writes) * share / best)

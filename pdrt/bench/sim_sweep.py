@@ -1,0 +1,93 @@
+"""`pdrt sim sweep`: the layouts that `pdrt bench sweep` starts, simulated over the same lengths."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pdrt.bench.bar import Bar
+from pdrt.bench.plot import INSTALL
+from pdrt.bench.shell import write_points
+from pdrt.bench.sweep import Shown
+from pdrt.bench.sweep_plot import Point
+from pdrt.bench.sweep_points import Cell, Grid, Store, tables
+from pdrt.sim.arrangement import Arrangement
+from pdrt.sim.cost import Cost
+from pdrt.sim.run import simulate
+from pdrt.sim.tally import Good
+from pdrt.sim.workload import Arrivals, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    cost: Cost
+    layouts: Sequence[Arrangement]
+    grid: Grid
+    requests: int
+    arrivals: Arrivals
+    seed: int
+    good: Good
+
+    @property
+    def names(self) -> list[str]:
+        return [layout.name for layout in self.layouts]
+
+    def settings(self, workers: int) -> Mapping[str, object]:
+        """What all points of a folder must have been simulated with."""
+        text = self.cost.model_dump_json()
+        rate, concurrency = self.arrivals.rate, self.arrivals.concurrency
+        return {
+            "workers": workers,
+            "requests": self.requests,
+            "rate": None if concurrency else "inf" if math.isinf(rate) else rate,
+            "concurrency": concurrency or None,
+            "seed": self.seed,
+            "cost": self.cost.name,
+            "cost_digest": hashlib.sha256(text.encode()).hexdigest()[:16],
+        }
+
+    def point(self, layout: Arrangement, cell: Cell) -> dict[str, object]:
+        lengths = cell.input_len, cell.output_len
+        load = Workload.of(self.requests, *lengths, self.arrivals, seed=self.seed)
+        outcome = simulate(self.cost, layout, load, good=self.good)
+        return {"input_len": lengths[0], "output_len": lengths[1], **outcome.point()}
+
+
+def sweep(asked: Asked, store: Store, shown: Shown) -> int:
+    """Simulate what is missing and report. Raises ConfigError."""
+    cells = asked.grid.cells
+    missing = list(_missing(asked, store))
+    total = len(cells) * len(asked.layouts)
+    with Bar(shown.report.is_quiet, total, "starting") as bar:
+        bar.say("kept from earlier", total - len(missing))
+        for layout, cell in missing:
+            bar.say(f"{layout.name}: {cell}")
+            store.write(layout.name, cell, {**asked.point(layout, cell), **store.settings})
+            bar.step(f"{layout.name}: {cell}")
+    _show(store.points(asked.names, cells), store, shown)
+    return 0
+
+
+def _missing(asked: Asked, store: Store) -> Iterator[tuple[Arrangement, Cell]]:
+    for cell in asked.grid.cells:
+        for layout in asked.layouts:
+            if store.kept(layout.name, cell) is None:
+                yield layout, cell
+
+
+def _show(points: Sequence[Point], store: Store, shown: Shown) -> None:
+    report, console = shown.report, shown.console
+    if report.json_file:
+        write_points(report.json_file, points)
+    if not report.is_quiet:
+        for table in tables(points):
+            console.print(table)
+    files = shown.draw(points, store.folder)
+    if not report.is_quiet:
+        told = ", ".join(file.name for file in files) or f"none without matplotlib: {INSTALL}"
+        console.print(f"points in {store.folder}; pictures there: {told}", soft_wrap=True)
+        refused = sum(point["errors"] != 0 for point in points)
+        if refused:
+            console.print(f"{refused} points have requests that were refused: see their `failures`")
