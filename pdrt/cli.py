@@ -25,6 +25,7 @@ from pdrt.conformance.command import conformance
 from pdrt.errors import ConfigError, PdrtError
 from pdrt.given import demo_model_directory, with_key, with_model, with_size
 from pdrt.keycommands import keys
+from pdrt.sim.plan_command import PLAN, plan
 from pdrt.top.command import TOP, top
 
 app = typer.Typer(
@@ -322,6 +323,7 @@ def chat(
 
 app.command(epilog=CONFORMANCE)(conformance)
 app.command(epilog=TOP)(top)
+app.command(epilog=PLAN)(plan)
 
 
 @app.command(epilog="Example: `pdrt doctor --conf conf/decode.toml --role decode`")

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from pdrt import config
+from pdrt.bench.calibrate_command import CALIBRATE, calibrate
 from pdrt.bench.serve_command import SERVE, serve
 from pdrt.bench.sweep_command import SWEEP, sweep
 from pdrt.config import NodeConfig
@@ -23,6 +24,7 @@ bench = typer.Typer(
     no_args_is_help=True,
     epilog="Examples: `pdrt bench transfer` · `pdrt bench first-token`",
 )
+bench.command("calibrate", epilog=CALIBRATE)(calibrate)
 bench.command("serve", epilog=SERVE)(serve)
 bench.command("sweep", epilog=SWEEP)(sweep)
 

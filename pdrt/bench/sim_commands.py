@@ -8,11 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pdrt.sim.check_command import CHECK, check
+
 sim = typer.Typer(
     help="A cluster on a virtual clock: real policies and schedulers, modelled times.",
     no_args_is_help=True,
     epilog="Example: `pdrt sim sweep --workers 4`",
 )
+sim.command("check", epilog=CHECK)(check)
 
 
 @sim.command(

@@ -52,7 +52,7 @@ class Child:
                 stderr=out,
                 env=dict(environ),
                 start_new_session=True,  # Ctrl-C is ours; they get SIGTERM when it is their turn
-                preexec_fn=_dying_with_parent(),
+                preexec_fn=dying_with_parent(),
             )
         return Child(part, process, log, max_log_bytes)
 
@@ -94,7 +94,7 @@ def command(part: Part, conf: Path) -> list[str]:
     return [sys.executable, "-m", "pdrt", *part.arguments(conf)]
 
 
-def _dying_with_parent() -> Callable[[], None]:
+def dying_with_parent() -> Callable[[], None]:
     """Run in the child before its program: SIGTERM for it when its parent dies."""
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
 
