@@ -60,3 +60,13 @@ async def test_what_was_flushed_is_not_written_again_and_nothing_goes_to_the_clo
     other.has_ended = True
     await asyncio.sleep(0)
     assert told == [("one", b"1")]
+
+
+async def test_what_is_written_now_comes_after_what_waits() -> None:
+    told: list[tuple[str, bytes]] = []
+    wire, outbox = Wire(told, "one"), Outbox()
+    outbox.write(wire.transport, b"1")
+    outbox.write_now(wire.transport, b"2")
+    assert told == [("one", b"1"), ("one", b"2")]
+    await asyncio.sleep(0)
+    assert len(told) == 2

@@ -335,6 +335,10 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._host.outbox.write(self._transport, data)
 
+    def send_now(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._host.outbox.write_now(self._transport, data)
+
     def head_lines(self, request: Request) -> bytes:
         host = self._host
         own = b"x-request-id: %b\r\n" % request.id.encode()

@@ -38,7 +38,11 @@ class Route:
 class Line(Protocol):
     """What an exchange needs of its connection."""
 
-    def send(self, data: bytes) -> None: ...
+    def send(self, data: bytes) -> None:
+        """At the end of this turn of the loop."""
+        ...
+
+    def send_now(self, data: bytes) -> None: ...
 
     def head_lines(self, request: Request) -> bytes:
         """Header lines that every answer has."""
@@ -151,10 +155,11 @@ class Exchange:
         if self.is_over or not chunk:
             return
         head, self._head = self._head, b""  # with the first chunk, in one write
+        send = self._line.send_now if self.is_events else self._line.send
         if self._is_chunked:
-            self._line.send(b"%b%x\r\n%b\r\n" % (head, len(chunk), chunk))
+            send(b"%b%x\r\n%b\r\n" % (head, len(chunk), chunk))
         else:
-            self._line.send(head + chunk if head else chunk)
+            send(head + chunk if head else chunk)
         self._last = chunk
         if self.on_piece is not None and self.is_events:
             self.on_piece()

@@ -28,6 +28,12 @@ class Outbox:
         if self._bytes > MOST:
             self.flush()
 
+    def write_now(self, transport: asyncio.Transport, data: bytes) -> None:
+        """After what waits. A chunk that comes alone gains nothing by waiting for others."""
+        if self._waiting:
+            self.flush()
+        transport.write(data)
+
     def flush(self) -> None:
         """Now: before what must come after, like the end of a connection."""
         waiting, self._waiting, self._bytes = self._waiting, [], 0
