@@ -26,11 +26,12 @@ from pdrt.bench.cases import Case, wanted
 from pdrt.bench.facts import machine_facts
 from pdrt.bench.layouts import Ground, Layout
 from pdrt.bench.overheads import Overheads
-from pdrt.bench.results import Results
+from pdrt.bench.results import Results, Turn
 from pdrt.bench.shell import Report, run, write_points
 from pdrt.bench.step_fit import Fit, fit
 from pdrt.bench.step_grid import Shape, grid
 from pdrt.bench.step_process import Loaded, Measurer, measuring
+from pdrt.bench.summary import quantile
 from pdrt.bench.transfer import local_target, measure
 from pdrt.config import NodeConfig
 from pdrt.device.backends import device_kind
@@ -96,7 +97,7 @@ class Rounds:
 
     def quiet(self, rounds: Sequence[Sequence[float]]) -> list[float]:
         """Of each shape the time of a round with little else on the machine."""
-        return [_quantile(each, _QUIET_SHARE) for each in zip(*rounds, strict=True)]
+        return [quantile(sorted(each), _QUIET_SHARE) for each in zip(*rounds, strict=True)]
 
     @property
     def crowd(self) -> float:
@@ -111,11 +112,6 @@ class Rounds:
         crowd = self.crowd
         each = [took / crowd for took in self.quiet(self.together)]
         return dict(zip(self.shapes, each, strict=True))
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[int(share * (len(ordered) - 1))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,17 +222,19 @@ def with_overhead(step: StepCost, overhead_ms: float) -> StepCost:
 
 
 def curve(results: Results) -> tuple[tuple[float, float, float, float], ...]:
-    """One write of one block, size by size: GB/s, and how long it took on average and at worst."""
+    """One write of one block, size by size, in the round with least else on the machine."""
     return tuple(
-        (
-            float(case.block_bytes),
-            round(series.gb_per_s, 3),
-            round(series.avg_us, 2),
-            round(series.quantile_us(0.99), 2),
-        )
+        _row(case, min(series.turns, key=lambda turn: statistics.fmean(turn.latencies)))
         for (case, way), series in sorted(results.series.items(), key=lambda one: _size(one[0][0]))
         if way == "shm"
     )
+
+
+def _row(case: Case, turn: Turn) -> tuple[float, float, float, float]:
+    """Bytes, GB/s, and microseconds on average and at worst."""
+    took = [each * 1e6 for each in turn.latencies]
+    mean, worst = statistics.fmean(took), quantile(sorted(took), 0.99)
+    return float(case.block_bytes), round(turn.gb_per_s, 3), round(mean, 2), round(worst, 2)
 
 
 def _size(case: Case) -> int:

@@ -19,9 +19,9 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pdrt import telemetry
-from pdrt.bench.step_grid import Shape, Steps
+from pdrt.bench.step_grid import Clock, Shape, Steps
 from pdrt.config import NodeConfig
-from pdrt.device.backends import open_runner
+from pdrt.device.backends import device_kind, open_runner
 from pdrt.errors import PdrtError, Unavailable
 from pdrt.up.processes import dying_with_parent
 
@@ -118,10 +118,16 @@ def main() -> None:
         _say(Loaded(problem=str(error)).model_dump_json())
         return
     size = runner.layout.block_size
-    steps = Steps(runner, max(shape.blocks(size) for shape in shapes), time.perf_counter)
+    steps = Steps(runner, max(shape.blocks(size) for shape in shapes), clock_of(orders.config))
     _say(Loaded(block_bytes=runner.layout.block_bytes, vocab=runner.vocab).model_dump_json())
     while sys.stdin.buffer.readline():  # until nobody asks any more
         _say(json.dumps([steps.seconds(shape, TIMES) for shape in shapes]))
+
+
+def clock_of(config: NodeConfig) -> Clock:
+    """One thread's processor time is what it takes on a core of its own, whoever else runs."""
+    is_one_thread = device_kind(config) == "cpu" and config.device.threads == 1
+    return time.process_time if is_one_thread else time.perf_counter
 
 
 def _say(line: str) -> None:
