@@ -56,6 +56,7 @@ _SIZES: Final = "16K..4M"
 _POOL: Final = "64M"
 _STEPS, _OVERHEADS, _TRANSFERS = 0.7, 0.25, 0.05  # shares of the time
 _BAD_FIT: Final = 0.25  # a relative error that is said in red
+_UNREST: Final = 1.3  # between slow and quick rounds
 _COLUMNS: Final = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
 
 
@@ -106,6 +107,13 @@ class Rounds:
             return 1.0
         pairs = zip(self.quiet(self.together), self.quiet(self.alone), strict=True)
         return max(1.0, statistics.median(both / one for both, one in pairs))
+
+    @property
+    def unrest(self) -> float:
+        """How many times as long a step lasts in a slow round as in a quick one, as is usual."""
+        ordered = [sorted(each) for each in zip(*self.together, strict=True)]
+        slow, quick = 1 - _QUIET_SHARE, _QUIET_SHARE
+        return statistics.median(quantile(one, slow) / quantile(one, quick) for one in ordered)
 
     def measured(self) -> Mapping[Shape, float]:
         """Seconds of each shape for a worker that is alone on the machine."""
@@ -280,6 +288,11 @@ def show(console: Console, asked: Asked, found: Found, out: Path) -> None:
         console.print(line, soft_wrap=True)
     told = f"at worst {worst.error:+.0%}: {worst.shape}, {worst.measured_s * 1e3:.1f} ms measured"
     console.print(told, style="red" if abs(worst.error) > _BAD_FIT else "", soft_wrap=True)
+    unrest = found.rounds.unrest
+    told = f"the same step lasts {unrest:.2f} times as long in slow rounds as in quick ones"
+    if unrest > _UNREST:
+        told += ": others use this machine or its host's memory; measure again when they do not"
+    console.print(told, style="red" if unrest > _UNREST else "", soft_wrap=True)
     console.print(f"written: {out}; try `pdrt sim sweep --cost {out}`", soft_wrap=True)
 
 

@@ -119,6 +119,12 @@ def test_what_else_runs_in_some_rounds_does_not_count() -> None:
     assert rounds.measured() == {shapes[0]: pytest.approx(0.8), shapes[1]: pytest.approx(1.6)}
 
 
+def test_rounds_that_differ_are_told() -> None:
+    steady, slowed = [[1.0, 2.0]] * 4, [[1.0, 2.0]] * 2 + [[3.0, 6.0]] * 2
+    assert Rounds(GRID[:2], steady).unrest == 1.0
+    assert Rounds(GRID[:2], slowed).unrest == 3.0
+
+
 def test_one_worker_has_no_crowd() -> None:
     assert Rounds(GRID[:1], [[1.0]]).crowd == 1.0
 
