@@ -131,6 +131,7 @@ def sweep(
         "model": Path(path).name,
         "dtype": own.get("dtype"),
         "chunk": chunk or defaults.scheduler.max_prefill_tokens,
+        "limits_ms": limits.json(),
         **device,
     }
     store = Store(Path(folder or f"sweep-{workers}"), settings)

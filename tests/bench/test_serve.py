@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from pdrt.bench import peers
 from pdrt.bench.heard import Record, Told
-from pdrt.bench.lengths import Lengths
+from pdrt.bench.lengths import Lengths, exactly
 from pdrt.bench.load import Arrivals, Ran, Server
 from pdrt.bench.prompts import Prompts
 from pdrt.bench.rounds import Effort, Load, measure, rotated
@@ -419,6 +419,15 @@ def test_a_real_server_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[
         told = json.loads(file.read_text())
         assert [row["row"] for row in told] == [row.title for row in peers.ROWS]
         assert all(row["value"] > 0 and row["of_first"] == 1.0 for row in told[2:])
+        talks = replace(PROMPTS, input=exactly(24), turns=exactly(3), seed=7)
+        servers = servers_of([f"hybrid={cluster.url}"], "generate")
+        all_at_once = {"arrivals": Arrivals(math.inf), "concurrency": 0}
+        turns = asked([], servers=servers, prompts=talks, effort=Effort(1, 0, 20.0), **all_at_once)
+        assert serve(turns, Report(str(file), is_quiet=True), console) == 0
+        [told] = json.loads(file.read_text())
+        assert (told["completed"], told["rate"], told["dialect"]) == (6, "inf", "generate")
+        assert told["prompt_tokens"] == 2 * (24 + 52 + 80)  # the answers of 4 are in them
+        assert told["cached_tokens"] >= 2 * (16 + 48)  # what was said before is known
     finally:
         cluster.stop()
     assert "measured" in capfd.readouterr().err
