@@ -82,7 +82,8 @@ def _show(points: Sequence[Point], store: Store, shown: Shown) -> None:
     if report.json_file:
         write_points(report.json_file, points)
     if not report.is_quiet:
-        for table in tables(points):
+        for title, table in tables(points):
+            console.print(title)
             console.print(table)
     files = shown.draw(points, store.folder)
     if not report.is_quiet:

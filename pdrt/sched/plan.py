@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pdrt.device.batch import Drawn, Odds, Scoring, SeqStep
@@ -108,9 +108,9 @@ class Batch:
         """Prompt tokens that another prompt may have."""
         return self.prefill_tokens if self.prefill_tokens >= self._scrap else 0
 
-    def fill(self, runners: Collection[Request]) -> None:
+    def fill(self, runners: Iterable[Request]) -> None:
         """In their order: the oldest prompt has all that it can use."""
-        if self._is_blind and runners:
+        if self._is_blind:
             steady, runners = split(runners)
             self.steady += steady
         for r in runners:

@@ -8,7 +8,7 @@ step at a time; who needs the contents (prefix cache, scoring, groups, copies) i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
@@ -23,27 +23,33 @@ TOKEN: Final = 0  # stands for any
 
 def split(requests: Iterable[Request]) -> tuple[list[Request], list[Request]]:
     """Those that are steady, which decode and say a token after their next one, and the others."""
-    steady, others = list[Request](), list[Request]()
     decode = Phase.DECODE
-    for r in requests:
-        length = len(r.tokens)
-        is_steady = r.computed == length - 1 and length < r.most - 1 and r.copy_from < 0
-        (steady if is_steady and r.spent.phase is decode else others).append(r)
-    return steady, others
+    every = list(requests)
+    steady = [
+        r
+        for r in every
+        if r.computed + 1 == len(r.tokens) < r.most - 1
+        and r.spent.phase is decode
+        and r.copy_from < 0
+    ]
+    if len(steady) == len(every):
+        return steady, []
+    keys = {r.key for r in steady}
+    return steady, [r for r in every if r.key not in keys]
 
 
-def advance(book: Book, requests: Iterable[Request]) -> None:
+def advance(book: Book, requests: Collection[Request]) -> None:
     """One more token for each that is still there."""
-    running, said = State.RUNNING, 0
+    running, late = State.RUNNING, 0
     for r in requests:
         if r.state is running:
-            tokens = r.tokens
-            r.computed = len(tokens)
-            tokens.append(TOKEN)
-            said += 1
+            r.computed += 1
+            r.tokens.append(TOKEN)
         else:
-            book.counters["late"] += 1
-    book.counters["tokens_out"] += said
+            late += 1
+    book.counters["tokens_out"] += len(requests) - late
+    if late:
+        book.counters["late"] += late
 
 
 def grow(book: Book, requests: Iterable[Request], blocks: Iterable[int]) -> None:

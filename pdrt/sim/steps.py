@@ -35,7 +35,7 @@ def work_of(plan: Plan, *, is_long: bool = True) -> Work:
             context += step.start + 1
     decoding += len(plan.steady)
     if is_long:
-        context += sum([len(r.tokens) for r in plan.steady])
+        context += sum([r.computed for r in plan.steady]) + len(plan.steady)
     return Work(prompt, pairs, decoding, context)
 
 

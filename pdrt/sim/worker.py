@@ -118,7 +118,8 @@ class Worker:
     def commit(self, plan: Plan) -> None:
         now = self.clock.now
         drawn = [Drawn(step.key, _TOKEN, -0.5) for step in plan.batch if step.draw is not None]
-        rooms = [r.room for r in plan.steady if r.state is State.RUNNING]
+        running = State.RUNNING
+        rooms = [r.room for r in plan.steady if r.state is running]
         self.sched.commit(plan, drawn, now)
         self.steps += 1
         if rooms:

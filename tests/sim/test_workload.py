@@ -49,4 +49,4 @@ def test_what_is_no_length_is_refused(text: str) -> None:
 def test_what_is_no_rate_is_refused() -> None:
     for wrong in ({"rate": 0.0}, {"burstiness": -1.0}, {"concurrency": -1}):
         with pytest.raises(ConfigError, match="above 0"):
-            Arrivals(**wrong)  # type: ignore[arg-type]
+            Arrivals(**wrong)
