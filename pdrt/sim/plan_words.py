@@ -89,7 +89,7 @@ def _what_is_missing(plan: Plan) -> Iterator[str]:
             f"{needed.arrangement.workers} workers would be enough: {needed}, {told(plan.needed)}."
         )
     elif plan.shares_cores:
-        yield "More workers would share the same cores: only a faster machine or a lower rate helps."
+        yield "More workers would share the same cores: a faster machine or a lower rate helps."
     elif plan.can_be_met:
         most = most_workers(plan.wanted.workers)
         yield f"Not even {most} workers would be enough for this load."

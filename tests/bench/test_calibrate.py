@@ -183,6 +183,7 @@ def test_a_place_that_is_not_there_is_refused_before_anything_is_measured(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_a_machine_is_measured_from_steps_to_the_file(tmp_path: Path) -> None:
     """Real processes on the null device: steps cost little, but all that is written is there."""
     config = check(
