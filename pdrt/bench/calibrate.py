@@ -56,6 +56,8 @@ _SIZES: Final = "16K..4M"
 _POOL: Final = "64M"
 _STEPS, _OVERHEADS, _TRANSFERS = 0.7, 0.25, 0.05  # shares of the time
 _BAD_FIT: Final = 0.25  # a relative error that is said in red
+_UNREST: Final = 1.3  # between slow and quick rounds
+_MOST_PROCESSES: Final = 8
 _COLUMNS: Final = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
 
 
@@ -73,8 +75,14 @@ class Asked:
 
     @property
     def at_once(self) -> int:
-        """Workers that have cores of their own."""
-        return max(1, len(self.cores) // self.threads)
+        """Workers that have cores of their own; another device is one worker's."""
+        is_shared = device_kind(self.config) == "cpu"
+        return max(1, len(self.cores) // self.threads) if is_shared else 1
+
+    @property
+    def processes(self) -> int:
+        """That measure at once: each holds the model."""
+        return min(self.at_once, _MOST_PROCESSES)
 
     @property
     def threads(self) -> int:
@@ -106,6 +114,13 @@ class Rounds:
             return 1.0
         pairs = zip(self.quiet(self.together), self.quiet(self.alone), strict=True)
         return max(1.0, statistics.median(both / one for both, one in pairs))
+
+    @property
+    def unrest(self) -> float:
+        """How many times as long a step lasts in a slow round as in a quick one, as is usual."""
+        ordered = [sorted(each) for each in zip(*self.together, strict=True)]
+        slow, quick = 1 - _QUIET_SHARE, _QUIET_SHARE
+        return statistics.median(quantile(one, slow) / quantile(one, quick) for one in ordered)
 
     def measured(self) -> Mapping[Shape, float]:
         """Seconds of each shape for a worker that is alone on the machine."""
@@ -156,9 +171,9 @@ async def _steps(asked: Asked, stage: Stage) -> tuple[Rounds, Loaded]:
     """Rounds until the time is over: all workers at once, then one alone."""
     shapes = asked.shapes()
     rounds = Rounds(shapes)
-    stage(f"loading the model {asked.at_once} times", 0.0)
+    stage(f"loading the model {asked.processes} times", 0.0)
     async with AsyncExitStack() as stack:
-        contexts = [measuring(asked.config, asked.share(k), shapes) for k in range(asked.at_once)]
+        contexts = [measuring(asked.config, asked.share(k), shapes) for k in range(asked.processes)]
         those = [await stack.enter_async_context(one) for one in contexts]
         began = time.monotonic()
         for number in itertools.count():
@@ -245,7 +260,8 @@ def machine(asked: Asked, crowd: float) -> MachineCost:
     """A device that is not the CPU is nobody else's."""
     if device_kind(asked.config) != "cpu":
         return MachineCost()
-    crowds = ((1, 1.0), (asked.at_once, round(crowd, 3))) if asked.at_once > 1 else ()
+    many = asked.processes
+    crowds = ((1, 1.0), (many, round(crowd, 3))) if many > 1 else ()
     return MachineCost(cores=asked.at_once, crowd=crowds)
 
 
@@ -272,7 +288,7 @@ def show(console: Console, asked: Asked, found: Found, out: Path) -> None:
         f" {beside.front_ms + beside.token_ms + beside.cpu_ms + beside.token_cpu_ms:.2f} ms a"
         f" request, apart {beside.handshake_ms:.2f} ms more; processor time"
         f" {beside.cpu_ms:.2f} ms a request, {beside.token_cpu_ms:.3f} ms a token",
-        f"with all {asked.at_once} workers busy a step takes {found.rounds.crowd:.2f} times as"
+        f"with {asked.processes} workers busy a step takes {found.rounds.crowd:.2f} times as"
         " long as alone",
         f"{len(found.fit.residuals)} kinds of steps, {len(found.rounds.together)} turns of each:"
         f" the fit is {found.fit.usual_error:.1%} off as is usual",
@@ -280,6 +296,11 @@ def show(console: Console, asked: Asked, found: Found, out: Path) -> None:
         console.print(line, soft_wrap=True)
     told = f"at worst {worst.error:+.0%}: {worst.shape}, {worst.measured_s * 1e3:.1f} ms measured"
     console.print(told, style="red" if abs(worst.error) > _BAD_FIT else "", soft_wrap=True)
+    unrest = found.rounds.unrest
+    told = f"the same step lasts {unrest:.2f} times as long in slow rounds as in quick ones"
+    if unrest > _UNREST:
+        told += ": others use this machine or its host's memory; measure again when they do not"
+    console.print(told, style="red" if unrest > _UNREST else "", soft_wrap=True)
     console.print(f"written: {out}; try `pdrt sim sweep --cost {out}`", soft_wrap=True)
 
 

@@ -33,7 +33,8 @@ from pdrt.up.shell import Asked, Cluster, Patience
 T = TypeVar("T")
 Ask: TypeAlias = Callable[[str], Awaitable[T]]  # given the router's URL
 _FREE: Final = PortsSection(router=0, prefill=0, decode=0, hybrid=0, bootstrap=0, admin=0)
-_LAST_WORDS: Final = 1000  # characters
+_WIDE: Final = 10_000  # so that no line is cut in two
+_MOST_WORDS: Final = 600  # characters
 _PREFIX: Final = "pdrt-bench-"
 # Both cores are full while prompts are computed: who is late to answer is not dead.
 _PATIENT: Final[dict[str, Value]] = {"heartbeat_s": 10.0, "heartbeat_timeout_s": 10.0}
@@ -110,7 +111,7 @@ class Ground:
             key = new_key(key_file)
 
             said = io.StringIO()
-            screen = Screen(Console(file=said, width=200))
+            screen = Screen(Console(file=said, width=_WIDE))
             parts = self.parts(layout, key_file)
             cores = placed(parts, self.cores)
 
@@ -127,11 +128,17 @@ class Ground:
             try:
                 run(cluster.serve(patience, meanwhile))
             except PeerLost as error:
-                words = " ".join(said.getvalue().split())[-_LAST_WORDS:]
-                raise Unavailable(f"{error}: {words}") from error
+                raise Unavailable(f"{error}: {last_words(said.getvalue())}") from error
         if not found:
             raise KeyboardInterrupt
         return found[0]
+
+
+def last_words(said: str) -> str:
+    """The last error that a part told, or what it said last."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error:")]
+    return (errors or lines or ["it said nothing"])[-1][:_MOST_WORDS]
 
 
 async def _unless_stopped(asking: Awaitable[T], asked: Asked) -> list[T]:

@@ -170,10 +170,10 @@ def _show(points: Sequence[Point], store: Store, shown: Shown) -> None:
     if report.json_file:
         write_points(report.json_file, points)
     if not report.is_quiet:
-        for title, table in tables(points):
+        for title, table in tables(points) if points else ():
             console.print(title)
             console.print(table)
     files = shown.draw(points, store.folder)
-    if not report.is_quiet:
+    if not report.is_quiet and points:
         told = ", ".join(file.name for file in files) or f"none without matplotlib: {INSTALL}"
         console.print(f"points in {store.folder}; pictures there: {told}", soft_wrap=True)

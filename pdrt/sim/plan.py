@@ -143,6 +143,7 @@ class Plan:
     tried: Sequence[Tried]
     needed: Tried | None = None
     can_be_met: bool = True  # by requests that are alone
+    shares_cores: bool = False  # so that more workers are not more machine
 
     @property
     def best(self) -> Tried:
@@ -207,8 +208,9 @@ class Search:
             return Plan(self.wanted, tried)
         shapes = nearest(tried)
         can_be_met = any(self._is_good_alone(shape.candidate) for shape in shapes)
-        needed = self._enough(shapes) if can_be_met else None
-        return Plan(self.wanted, tried, needed, can_be_met)
+        shares_cores = can_be_met and self.cost.machine.cores > 0
+        needed = self._enough(shapes) if can_be_met and not shares_cores else None
+        return Plan(self.wanted, tried, needed, can_be_met, shares_cores)
 
     def _ranked(self, those: Iterable[Candidate]) -> Sequence[Tried]:
         return sorted((self.tried(one) for one in those), key=lambda t: t.order, reverse=True)

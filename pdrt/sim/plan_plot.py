@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 from typing import Final
@@ -19,10 +20,8 @@ def check_plot(file: str) -> None:
         raise ConfigError(f"--plot {file}: want a name that ends in {', '.join(PICTURES)}")
     if not Path(file).resolve().parent.is_dir():
         raise ConfigError(f"--plot {file}: there is no directory {Path(file).parent}")
-    try:
-        import matplotlib  # noqa: F401 (only whether it is there)
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'pdrt[plot]'") from None
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'pdrt[plot]'")
 
 
 def draw(plan: Plan, file: str) -> None:

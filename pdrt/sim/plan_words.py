@@ -32,7 +32,8 @@ def _what_to_run(plan: Plan) -> Iterator[str]:
     else:
         yield f"Do not disaggregate: {chosen.candidate}, {told(chosen)}."
         yield f"Plain {route.candidate}: {told(route)}; {times(plan.margin)} less."
-    if plan.runner_up is not route and plan.runner_up is not chosen:
+    told_of = [chosen, route, *([apart] if chosen.candidate.is_route else [])]
+    if plan.runner_up not in told_of:
         yield f"Runner-up: {plan.runner_up.candidate}, {told(plan.runner_up)}."
 
 
@@ -52,10 +53,10 @@ def _why(plan: Plan) -> Iterator[str]:
         return
     if reason := reason_of(loser):
         yield f"Why: with {loser.candidate.name} {reason}."
-    elif loser.goodput < plan.chosen.goodput:
-        yield f"Why: {loser.candidate.name} needs longer for all requests together."
-    else:
+    elif loser.is_enough and plan.chosen.is_enough:
         yield f"Why: both keep the limits at this load; {plan.chosen.candidate.name} is simpler."
+    else:
+        yield f"Why: {loser.candidate.name} needs longer for all requests together."
 
 
 def reason_of(tried: Tried) -> str:
@@ -87,6 +88,8 @@ def _what_is_missing(plan: Plan) -> Iterator[str]:
         yield (
             f"{needed.arrangement.workers} workers would be enough: {needed}, {told(plan.needed)}."
         )
+    elif plan.shares_cores:
+        yield "More workers would share the same cores: a faster machine or a lower rate helps."
     elif plan.can_be_met:
         most = most_workers(plan.wanted.workers)
         yield f"Not even {most} workers would be enough for this load."

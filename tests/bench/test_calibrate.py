@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pdrt.bench import cost_file, overheads
-from pdrt.bench.calibrate import Asked, Rounds, calibrate
+from pdrt.bench.calibrate import Asked, Rounds, calibrate, machine
 from pdrt.bench.layouts import Ground
 from pdrt.bench.load import Ran
 from pdrt.bench.overheads import Overheads, Seen, Used
@@ -119,6 +119,24 @@ def test_what_else_runs_in_some_rounds_does_not_count() -> None:
     assert rounds.measured() == {shapes[0]: pytest.approx(0.8), shapes[1]: pytest.approx(1.6)}
 
 
+def test_workers_have_cores_of_their_own_but_not_every_one_is_measured() -> None:
+    config = check(NodeConfig, {"model": {"path": "/m"}, "device": {"threads": 2}}, "here")
+    asked = Asked(name="m", config=config, cores=range(64), kv_bytes=1 << 20)
+    assert (asked.at_once, asked.processes) == (32, 8)
+    assert list(asked.share(3)) == [6, 7]
+    assert machine(asked, 1.25).crowd == ((1, 1.0), (8, 1.25))
+    sleeping = check(NodeConfig, {"model": {"path": "null"}, "device": {"threads": 1}}, "here")
+    other = Asked(name="null", config=sleeping, cores=range(4), kv_bytes=1 << 20)
+    assert other.at_once == 1
+    assert machine(other, 1.0).cores == 0
+
+
+def test_rounds_that_differ_are_told() -> None:
+    steady, slowed = [[1.0, 2.0]] * 4, [[1.0, 2.0]] * 2 + [[3.0, 6.0]] * 2
+    assert Rounds(GRID[:2], steady).unrest == 1.0
+    assert Rounds(GRID[:2], slowed).unrest == 3.0
+
+
 def test_one_worker_has_no_crowd() -> None:
     assert Rounds(GRID[:1], [[1.0]]).crowd == 1.0
 
@@ -177,6 +195,7 @@ def test_a_place_that_is_not_there_is_refused_before_anything_is_measured(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_a_machine_is_measured_from_steps_to_the_file(tmp_path: Path) -> None:
     """Real processes on the null device: steps cost little, but all that is written is there."""
     config = check(
@@ -199,7 +218,7 @@ def test_a_machine_is_measured_from_steps_to_the_file(tmp_path: Path) -> None:
     status = calibrate(asked, ground, file, Report(str(points)), Console(file=told))
     assert status == 0
     cost = load(str(file))
-    assert cost.machine.cores == 2
+    assert cost.machine.cores == 0  # the device is not the CPU
     assert cost.step.base_ms >= 1.0
     assert cost.request.token_cpu_ms > 0
     assert cost.transfer.curve[0][0] == 16384

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pdrt.bench.layouts import Ground, Layout, placed
+from pdrt.bench.layouts import Ground, Layout, last_words, placed
 from pdrt.bench.load import Arrivals
 from pdrt.bench.shell import Report
 from pdrt.bench.summary import Limits, Turn, point
@@ -233,6 +233,13 @@ def test_a_layout_that_serves_no_more_is_left_and_the_others_are_measured(
     assert "its other lengths are left out" in err
     assert len(list(tmp_path.glob("dp-*.json"))) == 1
     assert len(list(tmp_path.glob("1P1D-*.json"))) == 3
+
+
+def test_of_a_part_that_ended_its_last_error_is_told() -> None:
+    said = "hybrid 0: starting\n  Traceback\n  error: node_failed reason=no memory\n  draining\n\n"
+    assert last_words(said) == "error: node_failed reason=no memory"
+    assert last_words("a\n b\n") == "b"
+    assert last_words("") == "it said nothing"
 
 
 def test_one_that_cannot_warm_up_has_no_points(tmp_path: Path) -> None:

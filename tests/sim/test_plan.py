@@ -125,6 +125,14 @@ def test_limits_that_no_request_can_keep_are_told_from_too_few_workers() -> None
     assert "More workers do not help" in verdict(found)[-1]
 
 
+def test_workers_that_would_share_the_same_cores_are_not_asked_for() -> None:
+    tables = cost(token_us=200.0).model_dump() | {"machine": {"cores": 2}}
+    slow = wanted(input="500", output="2", arrivals=Arrivals(30.0), good=Good(0.2, 1.0), workers=2)
+    found = search(Cost.model_validate(tables), slow)
+    assert found.needed is None
+    assert "share the same cores" in verdict(found)[-1]
+
+
 def test_every_ratio_and_every_way_together_is_tried() -> None:
     names = {c.name for c in candidates(cost(), 5)}
     assert names == {"dp", "route5", "1P4D", "2P3D", "3P2D", "4P1D"}
