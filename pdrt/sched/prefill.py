@@ -78,7 +78,7 @@ class PrefillDisaggScheduler:
         self.limits.check_fits(request, len(request.tokens), book.blocks.total)
         request.state = State.BOOTSTRAPPING
         book.enter(request)
-        digest = prompt_hash(request.packed())
+        digest = b"" if self.limits.is_blind else prompt_hash(request.packed())
         self.outbox.append(
             ExpectHandshakes(
                 request.room, request.attempt, len(request.tokens), digest, request.deadline
