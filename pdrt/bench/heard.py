@@ -104,9 +104,11 @@ def said_in(record: Record) -> Said | None:
     texts, ids = list[str](), list[int]()
     for _, data in events(record.pieces):
         event: Json = {} if data == _DONE else json.loads(data)
-        texts.append(str(event.get("output") or ""))
-        ids += event.get("output_ids") or ()
-        texts += [str(choice.get("text") or "") for choice in event.get("choices") or ()]
+        if "output_ids" in event:
+            texts.append(str(event.get("output") or ""))
+            ids += event["output_ids"]
+        else:
+            texts += [str(choice.get("text") or "") for choice in event.get("choices") or ()]
     return Said("".join(texts), tuple(ids))
 
 
@@ -134,14 +136,17 @@ def _read(told: Told, at: float, data: bytes) -> None:
             _read_generate(told, at, event)
         else:
             _read_completion(told, at, event)
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError):
+    except (ArithmeticError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         told.failure = "bad_answer"
         told.reason = f"no event of a completion: {data[:100].decode(errors='replace')}"
 
 
 def _read_generate(told: Told, at: float, event: Json) -> None:
     """pdrt's own dialect: ids, so that a token counts whose text is not whole yet."""
-    if event["output_ids"]:
+    ids = event["output_ids"]
+    if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
+        raise TypeError("output_ids are no list of numbers")
+    if ids:
         told.at.append(at)
     if event["finish_reason"]:
         told.over_at = at

@@ -18,7 +18,6 @@ from aiohttp import ClientSession
 
 from pdrt.bench.heard import Told, told_by
 from pdrt.bench.layouts import Ground, Layout
-from pdrt.bench.lengths import exactly
 from pdrt.bench.load import Ran, Server, client
 from pdrt.bench.processes import cpu_s, with_children
 from pdrt.bench.prompts import Prompts
@@ -26,6 +25,7 @@ from pdrt.bench.rounds import Load
 from pdrt.bench.summary import quantile
 from pdrt.errors import Unavailable
 from pdrt.modelspec import NULL_PATH
+from pdrt.sim.lengths import exactly
 
 STEP_MS: Final = 20.0  # about what a step lasts where overheads are small beside it
 _INPUT: Final = 16  # tokens: nothing is transferred to speak of

@@ -9,11 +9,11 @@ from typing import Final, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from pdrt.bench.lengths import exactly
 from pdrt.bench.load import Server
 from pdrt.bench.prompts import Prompts
 from pdrt.bench.rounds import Load, Turns
 from pdrt.bench.summary import Turn, ratio
+from pdrt.sim.lengths import exactly
 
 Figure: TypeAlias = Callable[[Turn], float | None]
 STREAMS: Final = 8

@@ -16,8 +16,8 @@ from pathlib import Path
 from random import Random
 from typing import Final, Literal, TypeAlias
 
-from pdrt.bench.lengths import ONE, Lengths
 from pdrt.errors import ConfigError
+from pdrt.sim.lengths import ONE, Lengths
 
 Kind: TypeAlias = Literal["ids", "words"]
 LEAST_ID: Final = 3  # below are the special tokens of many vocabularies

@@ -114,7 +114,6 @@ def serve(
 
     Several servers take turns in each round; the table ends with their ratios to the first.
     """
-    from pdrt.bench.lengths import Lengths
     from pdrt.bench.load import form_of
     from pdrt.bench.prompts import Prompts, kind_of, talks_of
     from pdrt.bench.rounds import Effort
@@ -122,6 +121,7 @@ def serve(
     from pdrt.bench.serve import serve as measure
     from pdrt.bench.shell import Report
     from pdrt.bench.summary import Limits
+    from pdrt.sim.lengths import Lengths
 
     if profile not in ("", "peers"):
         raise ConfigError(f"--profile {profile!r}: peers is the one that there is")

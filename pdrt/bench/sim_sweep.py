@@ -44,6 +44,7 @@ class Asked:
             "rate": None if concurrency else "inf" if math.isinf(rate) else rate,
             "concurrency": concurrency or None,
             "seed": self.seed,
+            "limits_ms": {"ttft": self.good.ttft_s * 1e3, "itl": self.good.itl_s * 1e3},
             "cost": self.cost.name,
             "cost_digest": hashlib.sha256(text.encode()).hexdigest()[:16],
         }

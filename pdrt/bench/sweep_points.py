@@ -13,12 +13,12 @@ from typing import Final
 from rich.box import SIMPLE
 from rich.table import Table
 
-from pdrt.bench.lengths import exactly
 from pdrt.bench.load import Arrivals
 from pdrt.bench.prompts import Prompts
 from pdrt.bench.rounds import Load
 from pdrt.bench.sweep_plot import PICTURES, Panel, Picture, Point, layouts, panels
 from pdrt.errors import ConfigError
+from pdrt.sim.lengths import exactly
 
 _MOST_TOKENS: Final = 1_000_000
 

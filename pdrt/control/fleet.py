@@ -36,7 +36,8 @@ from pdrt.errors import (
 
 _MODELS: Final = 1024  # remembered of those that have gone
 
-_MOST_NAMES: Final = 64
+_MOST_NAMES: Final = 64  # of models that clients have asked for
+_LONGEST_NAME: Final = 300
 
 log = structlog.get_logger(__name__)
 
@@ -344,7 +345,9 @@ class Fleet:
             set_scales(each for each in (*self.decode, *self.hybrid) if each.model == name)
             view = view_of(name, self._pairs_for(name), self._grade)
             self._views[name] = view
-        if len(self._views) < _MOST_NAMES:  # plain backends are asked for by any name
+        if model != name and len(model) <= _LONGEST_NAME:  # plain backends are asked by any name
+            if len(self._views) >= _MOST_NAMES:
+                self._views.clear()
             self._views[model] = view
         return view
 

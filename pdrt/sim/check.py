@@ -188,7 +188,8 @@ def read_points(place: Path) -> list[Json]:
 
 
 def _place(point: Json) -> tuple[Any, ...]:
-    return tuple(point[key] for key in ("workers", "input_len", "output_len", "layout"))
+    lengths = [str(point[key]).rjust(9) for key in ("input_len", "output_len")]  # 64 before 128
+    return (point["workers"], *lengths, point["layout"])
 
 
 def medians(points: Sequence[Json]) -> list[Json]:
@@ -219,4 +220,17 @@ def _read(file: Path) -> Iterator[Json]:
     for point in told if isinstance(told, list) else [told]:
         if not isinstance(point, dict) or any(key not in point for key in _NEEDED):
             raise ConfigError(f"{file}: a point of a sweep has {', '.join(_NEEDED)}")
-        yield point
+        try:
+            yield _checked(point)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{file}: {error}") from error
+
+
+def _checked(point: Json) -> Json:
+    """Raises ValueError and TypeError for what a sweep does not write."""
+    if point.get("rate") and point.get("concurrency"):
+        raise ValueError("a rate and a concurrency at once are not simulated")
+    numbers = {key: int(point.get(key) or 0) for key in ("workers", "completed", "chunk")}
+    for key, kind in (("rate", float), ("concurrency", int), ("seed", int)):
+        kind(point.get(key) or 0)
+    return {**point, **numbers}

@@ -16,6 +16,7 @@ from pdrt.control.instances import FULL_LOOK_S, Hold, Instance, Status
 from pdrt.control.pairs import Trust
 from pdrt.control.policy import Ask
 from pdrt.data.peer import Health
+from pdrt.errors import PdrtError
 from pdrt.messages import Source
 from pdrt.sim.clock import Clock
 from pdrt.sim.cluster import Leader
@@ -35,6 +36,7 @@ class Chosen:
         is_over: Callable[[], bool],
     ) -> None:
         self._clock, self._is_over = clock, is_over
+        self._until = 0.0
         self.timeouts = TimeoutsSection()
         self._fleet = Fleet.of(_config(leaders, policy))
         pairs = zip(self._fleet.instances, leaders, strict=True)
@@ -59,8 +61,9 @@ class Chosen:
     def hold(self, instance: Instance, tokens: int, dp_rank: int = 0) -> Hold:
         return instance.hold(tokens, dp_rank, self._fleet.turn, lambda _error: None)
 
-    def begin(self) -> None:
-        """Beats, until it is over."""
+    def begin(self, until: float) -> None:
+        """Beats, until it is over. Raises PdrtError when it should long have been, by `until`."""
+        self._until = until
         for instance in self.leaders:
             self._beat_later(instance)
 
@@ -70,6 +73,8 @@ class Chosen:
         self._clock.after(wait, lambda: self._beat(instance))
 
     def _beat(self, instance: Instance) -> None:
+        if self._clock.now > self._until:
+            raise PdrtError("a simulated request has no end: please report it with its command")
         if not self._is_over():
             instance.heard(_status(self.leaders[instance]))
             self._beat_later(instance)

@@ -105,7 +105,9 @@ class Router:
                 self._arrive(number, request)
         else:
             self._await_next()
-        self._chosen.begin()
+        last = max((request.at for request in workload.requests), default=0.0)
+        longest = self._chosen.timeouts.request_s * MAX_TRIES
+        self._chosen.begin(last + longest * max(1, len(workload.requests)))
 
     def _await_next(self) -> None:
         if (following := next(self._waiting, None)) is not None:
@@ -250,10 +252,7 @@ class Router:
     def said(self, worker: Worker, outputs: Sequence[Output]) -> None:
         tokens = sum([len(one.tokens) for one in outputs])
         seconds = tokens * self._cost.token_cpu_ms * 1e-3
-        if seconds:
-            self._front.run(seconds, lambda: self._heard(worker, outputs))
-        else:
-            self._heard(worker, outputs)
+        self._front.run(seconds, lambda: self._heard(worker, outputs))
 
     def _heard(self, worker: Worker, outputs: Sequence[Output]) -> None:
         is_prefill = self._leader_of[worker].role == "prefill"

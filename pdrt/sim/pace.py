@@ -48,6 +48,11 @@ class Solo:
         self._stretch = None
         done = bisect_right(stretch.ends, worker.clock.now)
         self._learn(done)
+        if done == len(stretch.ends):  # all of it, at this very moment
+            worker.skip(stretch.ends)
+            self._is_busy = False
+            self.wake(worker)
+            return
         began = stretch.ends[done - 1] if done else None
         if done:
             worker.skip(stretch.ends[:done])

@@ -91,7 +91,7 @@ class Tried:
 
     @property
     def goodput(self) -> float:
-        return float(str(self.point["goodput_per_s"]))
+        return self.outcome.tally.goodput_per_s
 
     @property
     def order(self) -> tuple[float, float, bool]:
@@ -227,6 +227,7 @@ class Search:
         cost = changed(self.cost, max_prefill_tokens=candidate.chunk)
         good = self.wanted.good
         outcome = simulate(cost, candidate.arrangement, workload, good=good)
+        outcome = replace(outcome, leaders=())  # hundreds of pools would be kept for nobody
         return Tried(candidate, outcome, good, len(workload.requests))
 
     def _is_good_alone(self, candidate: Candidate) -> bool:

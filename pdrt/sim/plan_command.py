@@ -48,7 +48,7 @@ def plan(
         float, typer.Option(min=0.01, help="1: Poisson; below, requests come in bursts (gamma).")
     ] = 1.0,
     requests: Annotated[
-        int, typer.Option(min=1, max=100_000, help="To simulate; 0.02 of them are 2 %.")
+        int, typer.Option(min=1, max=100_000, help="To simulate for each candidate.")
     ] = 400,
     seed: Annotated[int, typer.Option(min=0, help="Of lengths and arrivals.")] = 1,
     plot: Annotated[str, typer.Option(help="Draw goodput over the ratio here.")] = "",

@@ -81,13 +81,8 @@ class Tally:
         if seconds > self.good.itl_s:
             self.slow.update(rooms)
 
-    def all_next(self, rooms: Sequence[int], since: float, now: float) -> None:
-        """A token for each, all of which had their last one at `since`."""
-        self.gap(now - since, rooms)
-        self.last.update(dict.fromkeys(rooms, now))
-
     def run(self, rooms: Sequence[int], since: float, ends: Iterable[float]) -> None:
-        """The same several times."""
+        """A token for each at each of `ends`; all of them had the one before at `since`."""
         for end in ends:
             self.gap(end - since, rooms)
             since = end
@@ -110,6 +105,11 @@ class Tally:
         """From the first request to the last answer's end."""
         begun = min((one.began for one in self.answers), default=0.0)
         return max((one.began + one.e2e_s for one in self.answers), default=0.0) - begun
+
+    @property
+    def goodput_per_s(self) -> float:
+        good = sum(one.is_good(self.good) for one in self.answers)
+        return good / self.seconds if self.seconds else 0.0
 
     def itl(self) -> Spread | None:
         return weighted(np.frombuffer(self.gaps), np.frombuffer(self.counts, dtype=np.int64))

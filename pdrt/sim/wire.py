@@ -54,7 +54,6 @@ class Link:
         self._clock, self._machine, self._share = clock, machine, share
         self._waiting: deque[tuple[float, Call]] = deque()
         self._is_busy = False
-        self.busy_s = 0.0
 
     def write(self, seconds: float, done: Call) -> None:
         self._waiting.append((seconds, done))
@@ -66,7 +65,6 @@ class Link:
         if not self._waiting:
             return
         seconds, done = self._waiting.popleft()
-        self.busy_s += seconds
         rest = seconds * (1 - self._share)
         if self._share:
             ended = self._clock.after

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Final, TypeAlias
+from typing import Final
 
 from pdrt.errors import ConfigError
-
-Draw: TypeAlias = Callable[[Random], int]
-_MOST: Final = 1_000_000
-_NUMBER: Final = r"\d+(?:\.\d+)?"
+from pdrt.sim.lengths import Lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +61,13 @@ class Workload:
     ) -> Workload:
         """Lengths are 512, 256..1024 or lognormal:MEAN:SIGMA[:MOST]. Raises ConfigError."""
         random = Random(seed)
-        inputs, outputs = lengths(str(input)), lengths(str(output))
+        inputs, outputs = Lengths.parse(str(input), "input"), Lengths.parse(str(output), "output")
         requests, now = list[Request](), 0.0
         for _ in range(count):
             now += arrivals.gap(random)
-            requests.append(Request(now, inputs(random), outputs(random)))
+            requests.append(Request(now, inputs.draw(random), outputs.draw(random)))
         return Workload(tuple(requests), arrivals.concurrency)
 
     @property
     def output_tokens(self) -> int:
         return sum(one.output for one in self.requests)
-
-
-def lengths(text: str) -> Draw:
-    """`512`, `256..1024`, or `lognormal:MEAN:SIGMA[:MOST]`. Raises ConfigError."""
-    if found := re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text):
-        least, most = int(found[1]), int(found[2] or found[1])
-        if 1 <= least <= most <= _MOST:
-            return lambda random: random.randint(least, most)
-    if found := re.fullmatch(rf"lognormal:({_NUMBER}):({_NUMBER})(?::(\d+))?", text):
-        mean, sigma = float(found[1]), float(found[2])
-        most = int(found[3] or min(_MOST, math.ceil(8 * mean)))
-        if mean >= 1 and most >= 1:
-            middle = math.log(mean) - sigma * sigma / 2
-            return lambda random: min(max(round(random.lognormvariate(middle, sigma)), 1), most)
-    raise ConfigError(f"length {text!r}: want 512, 256..1024 or lognormal:MEAN:SIGMA[:MOST]")

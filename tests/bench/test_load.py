@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrt.bench.heard import Piece, Record, Told, events, told_by
-from pdrt.bench.lengths import Lengths, exactly
 from pdrt.bench.load import (
     Arrivals,
     Ran,
@@ -31,6 +30,7 @@ from pdrt.bench.load import (
 from pdrt.bench.prompts import Ask, Asks, Prompts, kind_of, read_talks, talks_of
 from pdrt.bench.talk import LOST, Talk
 from pdrt.errors import ConfigError
+from pdrt.sim.lengths import Lengths, exactly
 from tests.bench.scripted import LAST, WHOLE, Scripted, event, serving
 
 STREAM = b"".join(WHOLE)

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from pdrt.bench import peers
 from pdrt.bench.heard import Record, Told
-from pdrt.bench.lengths import Lengths, exactly
 from pdrt.bench.load import Arrivals, Ran, Server
 from pdrt.bench.prompts import Prompts
 from pdrt.bench.rounds import Effort, Load, measure, rotated
@@ -27,6 +26,7 @@ from pdrt.bench.shell import Report
 from pdrt.bench.summary import METRICS, Limits, Spread, Turn, quantile, ratio, ratios
 from pdrt.cli import app
 from pdrt.errors import ConfigError, Unavailable
+from pdrt.sim.lengths import Lengths, exactly
 from tests.bench.scripted import Scripted, documented, serving
 from tests.e2e.cluster import Cluster
 

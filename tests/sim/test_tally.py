@@ -57,7 +57,7 @@ def test_gaps_of_many_at_once_count_for_each_of_them() -> None:
     tally = Tally(Good(itl_s=0.5))
     for room in (1, 2):
         tally.first(room, 1.0)
-    tally.all_next((1, 2), 1.0, 1.2)
+    tally.run((1, 2), 1.0, (1.2,))
     tally.run((1, 2), 1.2, (1.3, 2.3))
     tally.next(1, 2.4)
     tally.ended(1, answer())

@@ -9,7 +9,8 @@ from random import Random
 import pytest
 
 from pdrt.errors import ConfigError
-from pdrt.sim.workload import Arrivals, Workload, lengths
+from pdrt.sim.lengths import Lengths
+from pdrt.sim.workload import Arrivals, Workload
 
 
 def test_a_seed_names_a_load() -> None:
@@ -33,17 +34,18 @@ def test_gaps_have_the_rates_mean_and_the_burstinesss_spread(
 
 def test_lengths_are_fixed_or_drawn() -> None:
     random = Random(1)
-    assert {lengths("7")(random) for _ in range(9)} == {7}
-    assert {lengths("3..5")(random) for _ in range(99)} == {3, 4, 5}
-    drawn = [lengths("lognormal:100:0.5")(random) for _ in range(9999)]
+    assert {Lengths.parse("7", "input").draw(random) for _ in range(9)} == {7}
+    assert {Lengths.parse("3..5", "input").draw(random) for _ in range(99)} == {3, 4, 5}
+    drawn = [Lengths.parse("lognormal:100:0.5", "input").draw(random) for _ in range(9999)]
     assert statistics.fmean(drawn) == pytest.approx(100, rel=0.05)
-    assert max(lengths("lognormal:100:2:150")(random) for _ in range(999)) == 150
+    wide = Lengths.parse("lognormal:100:2:150", "input")
+    assert max(wide.draw(random) for _ in range(999)) == 150
 
 
 @pytest.mark.parametrize("text", ["0", "9..3", "x", "", "lognormal:0:1", "1..9999999", "-4"])
 def test_what_is_no_length_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="length"):
-        lengths(text)
+    with pytest.raises(ConfigError, match="want tokens"):
+        Lengths.parse(text, "input")
 
 
 def test_what_is_no_rate_is_refused() -> None:

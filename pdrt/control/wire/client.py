@@ -107,6 +107,7 @@ class Connection(asyncio.Protocol):
         if len(body) < _SHORT:
             self._pool.outbox.write(self._transport, head + body)
         else:
+            self._pool.outbox.flush()
             self._transport.writelines((head, body))
 
     @property
