@@ -57,7 +57,7 @@ class Fleet:
     clock: Callable[[], float] = time.monotonic
     turn: int = 0
     leaving: set[Instance] = field(default_factory=set)  # no members, and with requests still
-    _views: dict[str, View] = field(default_factory=dict)  # empty: to be made anew
+    views: dict[str, View] = field(default_factory=dict)  # empty: to be made anew
     _gone: dict[str, None] = field(default_factory=dict)  # models that were served once
     _prompted: Prefixes = field(default_factory=Prefixes)  # what prefill instances were sent
     _decoded: Prefixes = field(default_factory=Prefixes)
@@ -229,7 +229,7 @@ class Fleet:
         self.changed()
 
     def _stale(self) -> None:
-        self._views.clear()
+        self.views.clear()
 
     def _forget_prefixes(self, instance: Instance) -> None:
         held = self._prompted if instance.role == "prefill" else self._decoded
@@ -268,7 +268,7 @@ class Fleet:
 
         Raises NoPrefill, NoDecode, Unavailable, Overloaded; NotFound or BadRequest for its model.
         """
-        view = self._views.get(ask.model) or self._view(ask.model)
+        view = self.views.get(ask.model) or self._view(ask.model)
         if pinned is not None or without:
             view = view_of(view.model, self._pairs_for(view.model), self._grade, without, pinned)
         if view.prefill.instances:
@@ -340,15 +340,15 @@ class Fleet:
     def _view(self, model: str) -> View:
         """Those who serve the model. Raises NotFound, BadRequest or Unavailable."""
         name = self._meant(model)
-        view = self._views.get(name)
+        view = self.views.get(name)
         if view is None:
             set_scales(each for each in (*self.decode, *self.hybrid) if each.model == name)
             view = view_of(name, self._pairs_for(name), self._grade)
-            self._views[name] = view
+            self.views[name] = view
         if model != name and len(model) <= _LONGEST_NAME:  # plain backends are asked by any name
-            if len(self._views) >= _MOST_NAMES:
-                self._views.clear()
-            self._views[model] = view
+            if len(self.views) >= _MOST_NAMES:
+                self.views.clear()
+            self.views[model] = view
         return view
 
     def _meant(self, model: str) -> str:

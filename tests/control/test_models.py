@@ -191,3 +191,15 @@ async def test_a_plain_backend_takes_any_model_unless_its_target_names_one() -> 
     async with rig(key=None, policy={"backends": "plain"}) as r:
         assert (await r.send({"model": "whatever", "prompt": "x"})).status == 200
         assert (await r.send({"prompt": "x"})).status == 200
+
+
+def test_names_that_clients_make_up_are_not_kept() -> None:
+    """What strangers send takes bounded memory."""
+    fleet = grouped("", backends="plain")
+    for number in range(500):
+        assert fleet.pick(Ask(f"made up {number}")).prefill is not None
+        assert fleet.pick(Ask("x" * 10_000 + str(number))).prefill is not None
+    kept = fleet.views
+    assert len(kept) <= 65
+    assert max(map(len, kept)) < 400
+    assert "made up 499" in kept  # asked for a moment ago: found at once
