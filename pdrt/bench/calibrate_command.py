@@ -57,6 +57,8 @@ def calibrate(
     from pdrt.bench.shell import Report
     from pdrt.up.layout import Wanted
 
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a directory")
     if longest <= chunk:
         raise ConfigError(f"--longest {longest}: want more than --chunk, {chunk}")
     usable = cores_of(cores)

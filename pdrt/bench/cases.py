@@ -87,6 +87,8 @@ def check_files(json_file: str, plot: str) -> None:
     for option, file in (("--json", json_file), ("--plot", plot)):
         if file and not Path(file).resolve().parent.is_dir():
             raise ConfigError(f"{option} {file}: there is no directory {Path(file).parent}")
+        if file and Path(file).is_dir():
+            raise ConfigError(f"{option} {file} is a directory")
     if plot and Path(plot).suffix not in PICTURES:
         raise ConfigError(f"--plot {plot}: want a name that ends in {', '.join(PICTURES)}")
 

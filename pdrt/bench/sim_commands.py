@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -101,6 +102,7 @@ def sweep(
         seed=seed,
         good=Good(ttft_limit / 1e3, itl_limit / 1e3),
     )
-    place = Path(folder or f"sim-{machine.name}-{workers}")
+    named = re.sub(r"[^\w-]+", "-", machine.name).strip("-")  # whatever a file is called
+    place = Path(folder or f"sim-{named}-{workers}")
     store = Store(place, asked.settings(workers))
     raise typer.Exit(simulate_all(asked, store, Shown(report, Console(highlight=False))))

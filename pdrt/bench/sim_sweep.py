@@ -7,11 +7,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.console import Console
+
 from pdrt.bench.bar import Bar
 from pdrt.bench.plot import INSTALL
 from pdrt.bench.shell import write_points
 from pdrt.bench.sweep import Shown
-from pdrt.bench.sweep_plot import Point
+from pdrt.bench.sweep_plot import Fixed, Point
 from pdrt.bench.sweep_points import Cell, Grid, Store, tables
 from pdrt.sim.arrangement import Arrangement
 from pdrt.sim.cost import Cost
@@ -57,7 +59,11 @@ class Asked:
 
 
 def sweep(asked: Asked, store: Store, shown: Shown) -> int:
-    """Simulate what is missing and report. Raises ConfigError."""
+    """Simulate what is missing and report; the exit status is 1 when requests were refused.
+
+    Raises ConfigError.
+    """
+    store.prepare()
     cells = asked.grid.cells
     missing = list(_missing(asked, store))
     total = len(cells) * len(asked.layouts)
@@ -67,8 +73,9 @@ def sweep(asked: Asked, store: Store, shown: Shown) -> int:
             bar.say(f"{layout.name}: {cell}")
             store.write(layout.name, cell, {**asked.point(layout, cell), **store.settings})
             bar.step(f"{layout.name}: {cell}")
-    _show(store.points(asked.names, cells), store, shown)
-    return 0
+    points = store.points(asked.names, cells)
+    _show(points, asked.grid.fixed, store, shown)
+    return 1 if any(point["errors"] for point in points) else 0
 
 
 def _missing(asked: Asked, store: Store) -> Iterator[tuple[Arrangement, Cell]]:
@@ -78,18 +85,27 @@ def _missing(asked: Asked, store: Store) -> Iterator[tuple[Arrangement, Cell]]:
                 yield layout, cell
 
 
-def _show(points: Sequence[Point], store: Store, shown: Shown) -> None:
+def _show(points: Sequence[Point], fixed: Fixed, store: Store, shown: Shown) -> None:
     report, console = shown.report, shown.console
     if report.json_file:
         write_points(report.json_file, points)
     if not report.is_quiet:
-        for title, table in tables(points):
+        for title, table in tables(points, fixed):
             console.print(title)
             console.print(table)
-    files = shown.draw(points, store.folder)
+    files = shown.draw(points, store.folder, fixed)
     if not report.is_quiet:
         told = ", ".join(file.name for file in files) or f"none without matplotlib: {INSTALL}"
-        console.print(f"points in {store.folder}; pictures there: {told}", soft_wrap=True)
-        refused = sum(point["errors"] != 0 for point in points)
-        if refused:
-            console.print(f"{refused} points have requests that were refused: see their `failures`")
+        console.print(
+            f"points in {store.folder}; pictures there: {told}", soft_wrap=True, markup=False
+        )
+    for point in points:
+        if point["errors"]:
+            where = f"{point['layout']}, in {point['input_len']}, out {point['output_len']}"
+            codes = ", ".join(f"{n} x {code}" for code, n in _failures(point).items())
+            Console(stderr=True, highlight=False).print(f"{where}: {codes}", style="red")
+
+
+def _failures(point: Point) -> Mapping[str, object]:
+    found = point["failures"]
+    return found if isinstance(found, Mapping) else {}

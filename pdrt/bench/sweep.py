@@ -26,7 +26,7 @@ from pdrt.bench.plot import INSTALL
 from pdrt.bench.rounds import Step
 from pdrt.bench.shell import Report, write_points
 from pdrt.bench.summary import Limits, Turn, point
-from pdrt.bench.sweep_plot import Point, draw
+from pdrt.bench.sweep_plot import Fixed, Point, draw
 from pdrt.bench.sweep_points import Amount, Cell, Grid, Store, tables
 from pdrt.errors import PdrtError, Unavailable
 
@@ -39,15 +39,15 @@ class Place(Protocol):
         ...
 
 
-Draw: TypeAlias = Callable[[Sequence[Point], Path], Sequence[Path]]
+Draw: TypeAlias = Callable[[Sequence[Point], Path, Fixed], Sequence[Path]]
 Keep: TypeAlias = Callable[[Cell, Turn], None]
 _WARMING: Final = -1  # the number of a round that does not count
 _WARM_TOKENS: Final = 8
 
 
-def drawn_if_possible(points: Sequence[Point], folder: Path) -> Sequence[Path]:
+def drawn_if_possible(points: Sequence[Point], folder: Path, fixed: Fixed) -> Sequence[Path]:
     """None without matplotlib, which is an extra."""
-    return draw(points, folder) if importlib.util.find_spec("matplotlib") else ()
+    return draw(points, folder, fixed) if importlib.util.find_spec("matplotlib") else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,7 @@ def sweep(asked: Asked, place: Place, store: Store, shown: Shown) -> int:
 
     Raises PdrtError.
     """
+    store.prepare()
     missing = {layout: _missing(asked, store, layout) for layout in asked.layouts}
     each = asked.amount.requests * asked.amount.rounds
     total = each * len(asked.grid.cells) * len(asked.layouts)
@@ -89,7 +90,7 @@ def sweep(asked: Asked, place: Place, store: Store, shown: Shown) -> int:
                 has_failed |= not _measured(asked, place, store, (layout, cells), bar)
     points = store.points(asked.names, asked.grid.cells)
     has_failed |= any(told["errors"] for told in points)
-    _show(points, store, shown)
+    _show(points, asked.grid.fixed, store, shown)
     return 1 if has_failed else 0
 
 
@@ -165,15 +166,17 @@ def told_point(
     }
 
 
-def _show(points: Sequence[Point], store: Store, shown: Shown) -> None:
+def _show(points: Sequence[Point], fixed: Fixed, store: Store, shown: Shown) -> None:
     report, console = shown.report, shown.console
     if report.json_file:
         write_points(report.json_file, points)
     if not report.is_quiet:
-        for title, table in tables(points) if points else ():
+        for title, table in tables(points, fixed) if points else ():
             console.print(title)
             console.print(table)
-    files = shown.draw(points, store.folder)
+    files = shown.draw(points, store.folder, fixed)
     if not report.is_quiet and points:
         told = ", ".join(file.name for file in files) or f"none without matplotlib: {INSTALL}"
-        console.print(f"points in {store.folder}; pictures there: {told}", soft_wrap=True)
+        console.print(
+            f"points in {store.folder}; pictures there: {told}", soft_wrap=True, markup=False
+        )

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Fixed: TypeAlias = tuple[int, int]  # the input length while outputs are swept, and the reverse
+UNKNOWN: Final[Fixed] = (0, 0)
 Point: TypeAlias = Mapping[str, object]  # as `pdrt bench sweep` and `pdrt sim sweep` write them
 
 
@@ -102,22 +104,26 @@ def _length(point: Point, key: str) -> int:
     return int(told) if told.isdecimal() else -1
 
 
-def panels(points: Sequence[Point]) -> list[Panel]:
-    """The one over inputs and the one over outputs: where most lengths of it were measured."""
+def panels(points: Sequence[Point], fixed: Fixed = UNKNOWN) -> list[Panel]:
+    """The one over inputs and the one over outputs: where most lengths of it were measured.
+
+    Where as many were measured at several, `fixed` (input, output) says which was meant.
+    """
     found = (
-        _panel(points, *keys) for keys in (("input_len", "output_len"), ("output_len", "input_len"))
+        _panel(points, "input_len", "output_len", fixed[1]),
+        _panel(points, "output_len", "input_len", fixed[0]),
     )
     return [panel for panel in found if panel is not None]
 
 
-def _panel(points: Sequence[Point], swept: str, fixed: str) -> Panel | None:
+def _panel(points: Sequence[Point], swept: str, fixed: str, meant: int) -> Panel | None:
     lengths: dict[int, set[int]] = {}
     for point in points:
         if min(_length(point, swept), _length(point, fixed)) > 0:
             lengths.setdefault(_length(point, fixed), set()).add(_length(point, swept))
     if not lengths:
         return None
-    at = max(lengths, key=lambda each: (len(lengths[each]), each))
+    at = max(lengths, key=lambda each: (len(lengths[each]), each == meant, each))
     return Panel(swept, fixed, at, tuple(sorted(lengths[at])))
 
 
@@ -145,9 +151,9 @@ def _place(layout: str) -> tuple[int, int, str]:
     return (0 if layout == "dp" else 3), 0, layout
 
 
-def draw(points: Sequence[Point], folder: Path) -> list[Path]:
+def draw(points: Sequence[Point], folder: Path, fixed: Fixed = UNKNOWN) -> list[Path]:
     """Write the pictures and say where they are; none of nothing."""
-    shown = panels(points)
+    shown = panels(points, fixed)
     if not shown:
         return []
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from rich.table import Table
 from pdrt.bench.load import Arrivals
 from pdrt.bench.prompts import Prompts
 from pdrt.bench.rounds import Load
-from pdrt.bench.sweep_plot import PICTURES, Panel, Picture, Point, layouts, panels
+from pdrt.bench.sweep_plot import PICTURES, UNKNOWN, Fixed, Panel, Picture, Point, layouts, panels
 from pdrt.errors import ConfigError
 from pdrt.sim.lengths import exactly
 
@@ -42,6 +42,10 @@ class Grid:
     outputs: Sequence[int]
     at_input: int
     at_output: int
+
+    @property
+    def fixed(self) -> Fixed:
+        return self.at_input, self.at_output
 
     @property
     def cells(self) -> list[Cell]:
@@ -115,7 +119,13 @@ class Store:
         file = self.file(layout, cell)
         try:
             told = json.loads(file.read_text("utf-8"))
-            differing = [key for key, its in self.settings.items() if told.get(key) != its]
+            wanted = {
+                "layout": layout,
+                "input_len": cell.input_len,
+                "output_len": cell.output_len,
+                **self.settings,
+            }
+            differing = [key for key, its in wanted.items() if told.get(key) != its]
             is_whole = not told["errors"]
         except FileNotFoundError:
             return None
@@ -125,13 +135,19 @@ class Store:
             key = differing[0]
             raise ConfigError(
                 f"{file} was measured with {key} {told.get(key)!r}, and now it is"
-                f" {self.settings[key]!r}: name another --folder"
+                f" {wanted[key]!r}: name another --folder"
             )
         return told if is_whole else None
 
+    def prepare(self) -> None:
+        """Before anything is measured. Raises ConfigError."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--folder {self.folder}: {error.strerror}") from error
+
     def write(self, layout: str, cell: Cell, found: Mapping[str, object]) -> None:
         """Whole or not at all."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         file = self.file(layout, cell)
         fresh = file.with_suffix(f".{os.getpid()}")
         fresh.write_text(json.dumps(found, indent=1), "utf-8")
@@ -143,11 +159,12 @@ class Store:
         return [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
 
 
-def tables(points: Sequence[Point]) -> Iterator[tuple[str, Table]]:
+def tables(points: Sequence[Point], fixed: Fixed = UNKNOWN) -> Iterator[tuple[str, Table]]:
     """One a picture, and what it is of: a row a layout, a column a length, last the best."""
-    shown = panels(points)
+    shown = panels(points, fixed)
     for picture in PICTURES:
-        table = Table("", box=SIMPLE, padding=(0, 1, 0, 0))
+        table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+        table.add_column("", no_wrap=True)
         columns = [(panel, length) for panel in shown for length in panel.lengths]
         for panel, length in columns:
             table.add_column(f"{panel.short}\n{length}", justify="right")

@@ -19,12 +19,13 @@ from pydantic import Field, model_validator
 from pdrt.errors import ConfigError
 from pdrt.settings import Positive, Section, check, read_toml
 
-NotNegative = Annotated[float, Field(ge=0)]
-AboveZero = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Point = Annotated[tuple[NotNegative, NotNegative], Field(strict=False)]
 Factor = Annotated[tuple[Positive, AboveZero], Field(strict=False)]
 Row = Annotated[tuple[AboveZero, AboveZero, AboveZero, AboveZero], Field(strict=False)]
 
+_MOST_BLOCKS: Final = 4_000_000
 _MS: Final = 1e-3
 _US: Final = 1e-6
 _NS: Final = 1e-9
@@ -111,7 +112,7 @@ class MachineCost(Section):
 
 
 class Cost(Section):
-    name: str
+    name: Annotated[str, Field(min_length=1, max_length=64)]
     about: str
     model: ModelCost
     instance: InstanceCost
@@ -132,6 +133,11 @@ class Cost(Section):
 
     @model_validator(mode="after")
     def _has_blocks(self) -> Self:
+        if self.blocks > _MOST_BLOCKS:
+            raise ValueError(
+                f"[instance] kv_tokens = {self.instance.kv_tokens} is more than {_MOST_BLOCKS}"
+                f" blocks of {self.instance.block_size}"
+            )
         if self.blocks < 1:
             raise ValueError(
                 f"[instance] kv_tokens = {self.instance.kv_tokens} is less than a block of"

@@ -16,6 +16,7 @@ from typing import Final, TypeAlias
 from pdrt.errors import ConfigError
 from pdrt.sim.arrangement import Arrangement, apart
 from pdrt.sim.cost import Cost
+from pdrt.sim.lengths import Lengths
 from pdrt.sim.run import Outcome, changed, simulate
 from pdrt.sim.tally import Answer, Good
 from pdrt.sim.workload import Arrivals, Workload
@@ -203,6 +204,7 @@ class Search:
 
     def plan(self, *, look_further: bool = True) -> Plan:
         """Raises ConfigError for lengths or sizes that cannot be."""
+        self._check_fits()
         tried = self._ranked(candidates(self.cost, self.wanted.workers, self.wanted.chunks))
         if not look_further or any(one.is_enough for one in tried):
             return Plan(self.wanted, tried)
@@ -211,6 +213,14 @@ class Search:
         shares_cores = can_be_met and self.cost.machine.cores > 0
         needed = self._enough(shapes) if can_be_met and not shares_cores else None
         return Plan(self.wanted, tried, needed, can_be_met, shares_cores)
+
+    def _check_fits(self) -> None:
+        """Not even its shortest requests would find room."""
+        shortest = Lengths.parse(self.wanted.input, "--input-len").least
+        shortest += Lengths.parse(self.wanted.output, "--output-len").least
+        most = self.cost.instance.kv_tokens
+        if shortest > most:
+            raise ConfigError(f"a request needs KV of {shortest} tokens, a worker has {most}")
 
     def _ranked(self, those: Iterable[Candidate]) -> Sequence[Tried]:
         return sorted((self.tried(one) for one in those), key=lambda t: t.order, reverse=True)
@@ -266,9 +276,12 @@ def search(cost: Cost, wanted: Wanted, told: Told = lambda _candidate: None) -> 
 
 
 def candidates(cost: Cost, workers: int, chunks: Sequence[int] = ()) -> list[Candidate]:
-    """Prompts that are computed where nobody decodes gain nothing from small chunks."""
+    """Prompts that are computed where nobody decodes gain nothing from small chunks.
+
+    Those are tried there when they are asked for.
+    """
     sizes = chunks_of(cost, chunks)
-    whole = sorted({cost.instance.max_prefill_tokens, sizes[-1]})
+    whole = sizes if chunks else sorted({cost.instance.max_prefill_tokens, sizes[-1]})
     together = [Candidate(one, chunk) for one in hybrids(workers) for chunk in sizes]
     ratios = [apart(prefills, workers - prefills) for prefills in range(1, workers)]
     return [*together, *(Candidate(one, chunk) for one in ratios for chunk in whole)]

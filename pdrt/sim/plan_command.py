@@ -24,6 +24,7 @@ PLAN: Final = (
     " calibrate --out mine.toml`"
 )
 _COLUMNS: Final = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+_SLOWEST: Final = 0.001  # requests a second
 _USUAL: Final = "efa-deepseek-v2-lite"
 
 
@@ -45,7 +46,10 @@ def plan(
     cost: Annotated[str, typer.Option(help="A cost file, or the name of a shipped one.")] = _USUAL,
     chunk: Annotated[str, typer.Option(help="Chunk sizes to try. [default: usual ones]")] = "",
     burstiness: Annotated[
-        float, typer.Option(min=0.01, help="1: Poisson; below, requests come in bursts (gamma).")
+        float,
+        typer.Option(
+            min=0.01, max=1000.0, help="1: Poisson; below, requests come in bursts (gamma)."
+        ),
     ] = 1.0,
     requests: Annotated[
         int, typer.Option(min=1, max=100_000, help="To simulate for each candidate.")
@@ -53,7 +57,9 @@ def plan(
     seed: Annotated[int, typer.Option(min=0, help="Of lengths and arrivals.")] = 1,
     plot: Annotated[str, typer.Option(help="Draw goodput over the ratio here.")] = "",
     json_file: Annotated[str, typer.Option("--json", help="Write what was found here.")] = "",
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="No progress and no table: the verdict alone.")
+    ] = False,
 ) -> None:
     """Whether to disaggregate, and in which ratio: every arrangement is tried in the simulator.
 
@@ -72,8 +78,10 @@ def plan(
         check_plot(plot)
     if json_file and not Path(json_file).resolve().parent.is_dir():
         raise ConfigError(f"--json {json_file}: there is no directory {Path(json_file).parent}")
-    if not rate > 0:
-        raise ConfigError(f"--rate {rate:g}: want more than 0, or inf for all at once")
+    if json_file and Path(json_file).is_dir():
+        raise ConfigError(f"--json {json_file} is a directory")
+    if not rate >= _SLOWEST:
+        raise ConfigError(f"--rate {rate:g}: want {_SLOWEST:g} or more, or inf for all at once")
     wanted = Wanted(
         input=input_len,
         output=output_len,
@@ -108,8 +116,8 @@ def _report(found: Plan, json_file: str, plot: str, console: Console, *, is_quie
 
     if not is_quiet:
         console.print(table(found))
-        for line in verdict(found):
-            console.print(line, soft_wrap=True)
+    for line in verdict(found):
+        console.print(line, soft_wrap=True)
     if json_file:
         Path(json_file).write_text(json.dumps(json_of(found), indent=1), encoding="utf-8")
     if plot:

@@ -70,7 +70,7 @@ class Places:
 def run(places: Places, folder: Path, out: io.StringIO | None = None, **more: object) -> int:
     store = Store(folder, SETTINGS)
     console = Console(file=out or io.StringIO(), width=120)
-    shown = Shown(Report(is_quiet=out is None), console, lambda _points, _folder: ())
+    shown = Shown(Report(is_quiet=out is None), console, lambda *_: ())
     return sweep(asked(**more), places, store, shown)
 
 

@@ -88,3 +88,9 @@ def test_what_nobody_measured_is_an_empty_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install 'pdrt[plot]'")
     points = [{**point("dp", 64, 1), "itl_ms": None}, {**point("1P3D", 64, 1), "itl_ms": None}]
     assert len(draw(points, tmp_path)) == 4
+
+
+def test_of_two_lengths_with_as_many_points_the_one_that_was_meant_is_shown() -> None:
+    points = [point("dp", 16, 8), point("dp", 32, 8)]
+    _, outputs = panels(points, (16, 8))
+    assert (outputs.at, outputs.lengths) == (16, (8,))

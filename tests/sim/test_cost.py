@@ -60,6 +60,8 @@ def test_a_file_is_read_with_whole_numbers_where_fractions_may_stand(tmp_path: P
     [
         ("kv_tokens = 1005", "kv_tokens = 9", r"\[instance\] kv_tokens = 9"),
         ("kv_tokens = 1005", "", r"\[instance\] kv_tokens"),
+        ("kv_tokens = 1005", "kv_tokens = 1000000000000", r"more than 4000000 blocks"),
+        ("base_ms = 1", "base_ms = inf", r"\[step\] base_ms"),
         ("base_ms = 1", "base_ms = -1", r"\[step\] base_ms"),
         ("base_ms = 1", "base = 1", r"did you mean base_ms"),
         ("[[1, 4], [11, 14.0]]", "[[11, 4], [1, 14.0]]", r"\[step\].*decode_ms"),

@@ -235,3 +235,13 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
     draw(search(cost(base_ms=1.0), wanted(requests=8)), str(picture))
     assert "<svg" in picture.read_text()
+
+
+def test_what_no_worker_has_room_for_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="a request needs KV of 1000002 tokens"):
+        search(cost(base_ms=1.0), wanted(input="1000000..1000000", output="2"))
+
+
+def test_chunk_sizes_that_are_asked_for_are_those_of_every_arrangement() -> None:
+    found = candidates(cost(base_ms=1.0), 2, [128])
+    assert {each.chunk for each in found} == {128}
