@@ -27,6 +27,8 @@ COMMANDS = [
     "bench",
     "conformance",
     "keys",
+    "plan",
+    "sim",
 ]
 
 

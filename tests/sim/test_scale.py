@@ -17,7 +17,7 @@ MOST_S = 240.0
 MANY = PolicySection(max_in_flight=REQUESTS)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("layout", "rate"), [("route100", 3200.0), ("30P70D", 3000.0)])
