@@ -14,16 +14,17 @@ from pdrt.sim.workload import Arrivals, Workload
 
 REQUESTS = 100_000
 MOST_S = 240.0
+RATE = 800.0  # requests a second
 MANY = PolicySection(max_in_flight=REQUESTS)
 
 
 @pytest.mark.soak
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("layout", "rate"), [("route100", 3200.0), ("30P70D", 3000.0)])
-def test_100_instances_serve_100_000_requests_within_minutes(layout: str, rate: float) -> None:
-    """CPU time of this thread. Measured: 123 s (hybrid) on a 2-core machine; the aim is 60."""
-    workload = Workload.of(REQUESTS, 512, "128..256", Arrivals(rate))
+@pytest.mark.parametrize("layout", ["route100", "30P70D"])
+def test_100_instances_serve_100_000_requests_within_minutes(layout: str) -> None:
+    """CPU time of this thread. Measured: 79 and 137 s on a 2-core machine; the aim is 60."""
+    workload = Workload.of(REQUESTS, 512, "128..256", Arrivals(RATE))
     began = time.thread_time()
     outcome = simulate(load("efa-deepseek-v2-lite"), named(layout, 100), workload, policy=MANY)
     took = time.thread_time() - began
