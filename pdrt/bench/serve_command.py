@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
+from pdrt.bench.options import ItlLimit, RequestTimeout, TtftLimit
 from pdrt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,18 +89,12 @@ def serve(
         int, typer.Option(min=0, help="0: one for one server, five for several.")
     ] = 0,
     warm_up: Annotated[int, typer.Option(min=0, help="Requests that do not count.")] = 4,
-    ttft_limit: Annotated[
-        float, typer.Option(min=0.0, help="Goodput: milliseconds to the first token at most.")
-    ] = 2000.0,
-    itl_limit: Annotated[
-        float, typer.Option(min=0.0, help="Goodput: milliseconds of 99 % of a request's own gaps.")
-    ] = 100.0,
+    ttft_limit: TtftLimit = 2000.0,
+    itl_limit: ItlLimit = 100.0,
     tpot_limit: Annotated[
         float, typer.Option(min=0.0, help="Goodput: mean milliseconds of its tokens; 0: any.")
     ] = 0.0,
-    timeout: Annotated[
-        float, typer.Option(min=1.0, max=86400.0, help="Seconds that a request may take.")
-    ] = 300.0,
+    timeout: RequestTimeout = 300.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the prompts; 0: a new one.")] = 0,
     api_key: Annotated[
         str,

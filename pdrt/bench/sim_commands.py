@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pdrt.bench.options import ItlLimit, Layouts, PointsFile, QuietSweep, TtftLimit
 from pdrt.sim.check_command import CHECK, check
 
 sim = typer.Typer(
@@ -32,9 +33,7 @@ def sweep(
     workers: Annotated[
         int, typer.Option(min=2, max=1024, help="That each layout has, all equal.")
     ] = 4,
-    layouts: Annotated[
-        str, typer.Option(help="all, or some: dp, route2, routeN, xPyD, by commas.")
-    ] = "all",
+    layouts: Layouts = "all",
     inputs: Annotated[
         str, typer.Option(help="Input lengths. [default: 128,256 ... 4096]", show_default=False)
     ] = "",
@@ -54,12 +53,8 @@ def sweep(
     chunk: Annotated[
         int, typer.Option(min=0, help="Prompt tokens of a step. [default: the cost file's]")
     ] = 0,
-    ttft_limit: Annotated[
-        float, typer.Option(min=0.0, help="Goodput: milliseconds to the first token at most.")
-    ] = 2000.0,
-    itl_limit: Annotated[
-        float, typer.Option(min=0.0, help="Goodput: milliseconds of 99 % of a request's own gaps.")
-    ] = 100.0,
+    ttft_limit: TtftLimit = 2000.0,
+    itl_limit: ItlLimit = 100.0,
     seed: Annotated[int, typer.Option(min=1, help="Of lengths and arrivals.")] = 1,
     folder: Annotated[
         str,
@@ -70,8 +65,8 @@ def sweep(
             show_default=False,
         ),
     ] = "",
-    json_file: Annotated[str, typer.Option("--json", help="Write all points here too.")] = "",
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no tables.")] = False,
+    json_file: PointsFile = "",
+    quiet: QuietSweep = False,
 ) -> None:
     """Every layout of N equal workers, over input and output lengths, in the simulator.
 

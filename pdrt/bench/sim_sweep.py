@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from pdrt.bench.bar import Bar
-from pdrt.bench.plot import INSTALL
-from pdrt.bench.shell import write_points
-from pdrt.bench.sweep import Shown
-from pdrt.bench.sweep_plot import Fixed, Point
-from pdrt.bench.sweep_points import Cell, Grid, Store, tables
+from pdrt.bench.sweep import Shown, show
+from pdrt.bench.sweep_plot import Point
+from pdrt.bench.sweep_points import Cell, Grid, Store
 from pdrt.sim.arrangement import Arrangement
 from pdrt.sim.cost import Cost
 from pdrt.sim.run import simulate
@@ -74,7 +72,8 @@ def sweep(asked: Asked, store: Store, shown: Shown) -> int:
             store.write(layout.name, cell, {**asked.point(layout, cell), **store.settings})
             bar.step(f"{layout.name}: {cell}")
     points = store.points(asked.names, cells)
-    _show(points, asked.grid.fixed, store, shown)
+    show(points, asked.grid.fixed, store, shown)
+    _tell_refused(points)
     return 1 if any(point["errors"] for point in points) else 0
 
 
@@ -85,20 +84,7 @@ def _missing(asked: Asked, store: Store) -> Iterator[tuple[Arrangement, Cell]]:
                 yield layout, cell
 
 
-def _show(points: Sequence[Point], fixed: Fixed, store: Store, shown: Shown) -> None:
-    report, console = shown.report, shown.console
-    if report.json_file:
-        write_points(report.json_file, points)
-    if not report.is_quiet:
-        for title, table in tables(points, fixed):
-            console.print(title)
-            console.print(table)
-    files = shown.draw(points, store.folder, fixed)
-    if not report.is_quiet:
-        told = ", ".join(file.name for file in files) or f"none without matplotlib: {INSTALL}"
-        console.print(
-            f"points in {store.folder}; pictures there: {told}", soft_wrap=True, markup=False
-        )
+def _tell_refused(points: Sequence[Point]) -> None:
     for point in points:
         if point["errors"]:
             where = f"{point['layout']}, in {point['input_len']}, out {point['output_len']}"

@@ -90,7 +90,7 @@ def sweep(asked: Asked, place: Place, store: Store, shown: Shown) -> int:
                 has_failed |= not _measured(asked, place, store, (layout, cells), bar)
     points = store.points(asked.names, asked.grid.cells)
     has_failed |= any(told["errors"] for told in points)
-    _show(points, asked.grid.fixed, store, shown)
+    show(points, asked.grid.fixed, store, shown)
     return 1 if has_failed else 0
 
 
@@ -166,7 +166,7 @@ def told_point(
     }
 
 
-def _show(points: Sequence[Point], fixed: Fixed, store: Store, shown: Shown) -> None:
+def show(points: Sequence[Point], fixed: Fixed, store: Store, shown: Shown) -> None:
     report, console = shown.report, shown.console
     if report.json_file:
         write_points(report.json_file, points)

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from pdrt import config
+from pdrt.bench.options import ItlLimit, Layouts, PointsFile, QuietSweep, RequestTimeout, TtftLimit
 from pdrt.config import NodeConfig
 from pdrt.errors import ConfigError
 from pdrt.given import with_size
@@ -34,9 +35,7 @@ def sweep(
     workers: Annotated[
         int, typer.Option(min=2, max=_MOST_WORKERS, help="That each layout has, all equal.")
     ] = 2,
-    layouts: Annotated[
-        str, typer.Option(help="all, or some: dp, route2, routeN, xPyD, by commas.")
-    ] = "all",
+    layouts: Layouts = "all",
     model: Annotated[
         str,
         typer.Option(
@@ -79,21 +78,15 @@ def sweep(
     chunk: Annotated[
         int, typer.Option(min=0, help="Prompt tokens of a step. [default: as in serving]")
     ] = 0,
-    ttft_limit: Annotated[
-        float, typer.Option(min=0.0, help="Goodput: milliseconds to the first token at most.")
-    ] = 2000.0,
-    itl_limit: Annotated[
-        float, typer.Option(min=0.0, help="Goodput: milliseconds of 99 % of a request's own gaps.")
-    ] = 100.0,
-    timeout: Annotated[
-        float, typer.Option(min=1.0, max=86400.0, help="Seconds that a request may take.")
-    ] = 300.0,
+    ttft_limit: TtftLimit = 2000.0,
+    itl_limit: ItlLimit = 100.0,
+    timeout: RequestTimeout = 300.0,
     seed: Annotated[int, typer.Option(min=1, help="Of the prompts.")] = 1,
     folder: Annotated[
         str, typer.Option(help="Of the points; those that lie there are kept. [default: sweep-N]")
     ] = "",
-    json_file: Annotated[str, typer.Option("--json", help="Write all points here too.")] = "",
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no tables.")] = False,
+    json_file: PointsFile = "",
+    quiet: QuietSweep = False,
 ) -> None:
     """Every layout of N equal workers, over input and output lengths: which one wins where.
 

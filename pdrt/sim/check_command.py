@@ -29,9 +29,10 @@ def check(
     Ends with the share of figures within 15 % and whether the best layout is the same.
     """
     from pdrt import telemetry
-    from pdrt.sim.check import compare, read_points
+    from pdrt.sim.check import compare
     from pdrt.sim.check_words import json_of, lines, table
     from pdrt.sim.cost import load
+    from pdrt.sim.measured import read_points
 
     if json_file and not Path(json_file).resolve().parent.is_dir():
         raise ConfigError(f"--json {json_file}: there is no directory {Path(json_file).parent}")

@@ -106,6 +106,9 @@ def test_an_answer_without_any_text_began_when_it_was_over() -> None:
         ((event("a"), b'data: {"error": {"code": "peer_lost", "message": "x"}}\n\n'), "peer_lost"),
         ((b"data: {oops\n\n",), "bad_answer"),
         ((b"data: [1]\n\n",), "bad_answer"),
+        ((b'data: {"output_ids": 5, "finish_reason": null}\n\n',), "bad_answer"),
+        ((b'data: {"output_ids": "ab", "finish_reason": null}\n\n',), "bad_answer"),
+        ((b'data: {"choices": [], "usage": {"completion_tokens": 1e999}}\n\n',), "bad_answer"),
         ((b'data: {"choices": [{"text": "", "finish_reason": "stop"}]}\n\n',), "no_tokens"),
     ],
 )

@@ -18,11 +18,11 @@ from pdrt.sim.check import (
     Pair,
     compare,
     predicted,
-    read_points,
     workload_of,
 )
 from pdrt.sim.check_command import check
 from pdrt.sim.check_words import json_of, lines
+from pdrt.sim.measured import read_points
 from tests.sim.test_plan import cost
 
 COST = cost(base_ms=10.0, token_us=100.0)
@@ -132,3 +132,13 @@ def test_json_has_points_and_winners() -> None:
     found = json_of(compare(COST, [point("dp"), point("route2")]))
     assert len(found["points"]) == 2
     assert {one["metric"] for one in found["winners"]} == {metric.name for metric in METRICS}
+
+
+@pytest.mark.parametrize("wrong", [{"workers": "x"}, {"rate": [1]}, {"rate": 2, "concurrency": 2}])
+def test_a_point_that_no_sweep_writes_is_refused_with_its_file(
+    tmp_path: Path, wrong: dict[str, object]
+) -> None:
+    file = tmp_path / "odd.json"
+    file.write_text(json.dumps({**point("dp"), **wrong}))
+    with pytest.raises(ConfigError, match=r"odd\.json"):
+        read_points(file)

@@ -20,6 +20,7 @@ from pdrt.sim.cost import (
     transfer_s,
     write_us,
 )
+from pdrt.sim.steps import StepTimes, Work
 
 TEXT = """
 name = "a"
@@ -124,3 +125,15 @@ def test_what_is_longer_takes_no_less_time(one: int, other: int) -> None:
     transfer = TransferCost(curve=((1000, 0.1, 10.0, 20.0), (100000, 1.0, 100.0, 400.0)))
     low, high = sorted((one, other))
     assert write_us(transfer, low) <= write_us(transfer, high) * (1 + 1e-9)
+
+
+@given(st.integers(0, 4000), st.integers(0, 99_999), st.integers(0, 40), st.integers(0, 99_999))
+def test_what_a_simulated_step_lasts_is_what_a_fit_goes_by(
+    prompt: int, pairs: int, decoding: int, context: int
+) -> None:
+    step = StepCost(
+        base_ms=2.0, token_us=11.0, pair_ns=3.0, decode_ms=((1, 6), (16, 9)), context_ns=7.0
+    )
+    expected = step_s(step, prompt_tokens=prompt, pairs=pairs, decoding=decoding, context=context)
+    work = Work(prompt, pairs, decoding, context)
+    assert StepTimes(step, 16).of(work) == pytest.approx(expected)  # looked up, and beyond

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from pdrt.sim.check import METRICS, Comparison, compare, read_points
+from pdrt.sim.check import METRICS, Comparison, compare
 from pdrt.sim.cost import load
+from pdrt.sim.measured import read_points
 from pdrt.sim.plan import Plan, Search, Wanted
 from pdrt.sim.tally import Good
 from pdrt.sim.workload import ALL_AT_ONCE
