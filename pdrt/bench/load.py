@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from random import Random
 from typing import Final, Literal, TypeAlias
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
@@ -144,25 +142,6 @@ class Ran:
     def client_share(self) -> float:
         """Of one core."""
         return self.client_s / self.seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Arrivals:
-    """When conversations come: `rate` a second by chance, or all at once if that is infinite.
-
-    Gaps are gamma distributed; a burstiness of 1 is a Poisson process, a lower one has more
-    bursts, a higher one is more even.
-    """
-
-    rate: float
-    burstiness: float = 1.0
-
-    def gap_s(self, random: Random) -> float:
-        if math.isinf(self.rate):
-            return 0.0
-        if self.burstiness == 1:
-            return random.expovariate(self.rate)
-        return random.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness))
 
 
 async def steady(send: Send, talks: Sequence[Talk], concurrency: int, done: Done) -> Ran:

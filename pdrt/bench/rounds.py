@@ -16,12 +16,13 @@ from typing import Final, TypeAlias, TypeVar
 from aiohttp import ClientSession
 
 from pdrt.bench.heard import Record, told_by
-from pdrt.bench.load import Arrivals, Ran, Server, arriving, client, sender, steady
+from pdrt.bench.load import Ran, Server, arriving, client, sender, steady
 from pdrt.bench.prompts import Prompts
 from pdrt.bench.quiet import until_quiet
 from pdrt.bench.summary import Turn
 from pdrt.bench.talk import Talk
 from pdrt.errors import Unavailable
+from pdrt.sim.workload import Arrivals
 
 T = TypeVar("T")
 Step: TypeAlias = Callable[[str], None]  # told of each request that is over, and whose it was
@@ -51,7 +52,7 @@ class Load:
 
         if self.arrivals is None:
             return await steady(send, talks, self.concurrency, done)
-        gaps = map(self.arrivals.gap_s, itertools.repeat(Random(f"{self.prompts.seed} {number}")))
+        gaps = map(self.arrivals.gap, itertools.repeat(Random(f"{self.prompts.seed} {number}")))
         return await arriving(send, talks, gaps, self.concurrency or len(talks), done)
 
 

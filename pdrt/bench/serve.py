@@ -14,17 +14,19 @@ from rich.table import Table
 from pdrt.bench import peers
 from pdrt.bench.bar import Bar
 from pdrt.bench.facts import machine_facts
-from pdrt.bench.load import Arrivals, Form, Server
+from pdrt.bench.load import Form, Server
 from pdrt.bench.prompts import Prompts
 from pdrt.bench.rounds import Effort, Load, Turns, measure
 from pdrt.bench.serve_plot import draw
 from pdrt.bench.shell import Report, run, write_points
 from pdrt.bench.summary import Limits, Turn, point, ratios
 from pdrt.errors import ConfigError
+from pdrt.sim.workload import Arrivals
 
 _BUSY: Final = 0.5  # of a core: above, the client's own queue shows in the figures
 _MANY: Final = 1.2  # tokens an event: gaps are no longer those of tokens
 _LOAD: Final = "load"
+_LONGEST_S: Final = 86400.0  # until the last request has come
 USUAL_CONCURRENCY: Final = 8
 
 
@@ -48,6 +50,11 @@ class Asked:
             raise ConfigError(
                 "--turns: /v1/completions tells an answer's text and not its ids, which the next"
                 " prompt needs: give --prompts words, or --dialect generate for pdrt"
+            )
+        if self.arrivals is not None and self.requests / self.arrivals.rate > _LONGEST_S:
+            raise ConfigError(
+                f"--rate {self.arrivals.rate:g}: {self.requests} requests would come over more than"
+                " a day: ask for a higher rate or fewer --requests"
             )
 
     def loads(self) -> list[Load]:

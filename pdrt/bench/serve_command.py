@@ -13,7 +13,7 @@ from pdrt.bench.options import ItlLimit, RequestTimeout, TtftLimit
 from pdrt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pdrt.bench.load import Arrivals
+    from pdrt.sim.workload import Arrivals
 
 SERVE: Final = (
     "Examples: `pdrt bench serve --concurrency 16 --input 64..256` · `pdrt bench serve --rate 4"
@@ -151,7 +151,7 @@ def serve(
 
 def arrivals_of(rate: float, burstiness: float) -> Arrivals | None:
     """None: another request comes when one is over. Raises ConfigError."""
-    from pdrt.bench.load import Arrivals
+    from pdrt.sim.workload import Arrivals
 
     if not 0.001 <= burstiness <= 1000:
         raise ConfigError(f"--burstiness {burstiness:g}: want 0.001 to 1000; 1 is Poisson")

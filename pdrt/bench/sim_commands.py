@@ -51,7 +51,7 @@ def sweep(
         int, typer.Option(min=0, help="In flight instead, the next when one ends; 0: as --rate.")
     ] = 0,
     chunk: Annotated[
-        int, typer.Option(min=0, help="Prompt tokens of a step. [default: the cost file's]")
+        int, typer.Option(min=0, show_default="the cost file's", help="Prompt tokens of a step.")
     ] = 0,
     ttft_limit: TtftLimit = 2000.0,
     itl_limit: ItlLimit = 100.0,

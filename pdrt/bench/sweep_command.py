@@ -54,11 +54,11 @@ def sweep(
     ] = None,
     inputs: Annotated[str, typer.Option(help="Input lengths. [default: 64,128,256,512,1024]")] = "",
     at_output: Annotated[
-        int, typer.Option(min=0, help="Output length meanwhile. [default: 64]")
+        int, typer.Option(min=0, show_default="64", help="Output length meanwhile.")
     ] = 0,
     outputs: Annotated[str, typer.Option(help="Output lengths. [default: 16,32,64,128,256]")] = "",
     at_input: Annotated[
-        int, typer.Option(min=0, help="Input length meanwhile. [default: 128]")
+        int, typer.Option(min=0, show_default="128", help="Input length meanwhile.")
     ] = 0,
     full: Annotated[
         bool,
@@ -68,7 +68,7 @@ def sweep(
             " input 512, 1,024 requests.",
         ),
     ] = False,
-    requests: Annotated[int, typer.Option(min=0, help="Of each point. [default: 16]")] = 0,
+    requests: Annotated[int, typer.Option(min=0, show_default="16", help="Of each point.")] = 0,
     concurrency: Annotated[
         int, typer.Option(min=0, max=4096, help="In flight; 0: all at once.")
     ] = 0,
@@ -76,7 +76,7 @@ def sweep(
         int, typer.Option(min=1, help="So often each point, pooled: where others use the machine.")
     ] = 1,
     chunk: Annotated[
-        int, typer.Option(min=0, help="Prompt tokens of a step. [default: as in serving]")
+        int, typer.Option(min=0, show_default="as in serving", help="Prompt tokens of a step.")
     ] = 0,
     ttft_limit: TtftLimit = 2000.0,
     itl_limit: ItlLimit = 100.0,

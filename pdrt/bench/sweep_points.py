@@ -13,12 +13,12 @@ from typing import Final
 from rich.box import SIMPLE
 from rich.table import Table
 
-from pdrt.bench.load import Arrivals
 from pdrt.bench.prompts import Prompts
 from pdrt.bench.rounds import Load
 from pdrt.bench.sweep_plot import PICTURES, UNKNOWN, Fixed, Panel, Picture, Point, layouts, panels
 from pdrt.errors import ConfigError
 from pdrt.sim.lengths import exactly
+from pdrt.sim.workload import ALL_AT_ONCE
 
 _MOST_TOKENS: Final = 1_000_000
 
@@ -87,7 +87,7 @@ class Amount:
     def load(self, cell: Cell) -> Load:
         lengths = exactly(cell.input_len), exactly(cell.output_len)
         prompts = Prompts(*lengths, vocab=self.vocab, seed=self.seed)
-        arrivals = None if self.concurrency else Arrivals(float("inf"))
+        arrivals = None if self.concurrency else ALL_AT_ONCE
         return Load(str(cell), prompts, self.requests, self.concurrency, arrivals)
 
     def told(self) -> dict[str, str | int | None]:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from pdrt.bench.heard import Piece, Record, Told, events, told_by
 from pdrt.bench.load import (
-    Arrivals,
     Ran,
     Server,
     arriving,
@@ -31,6 +30,7 @@ from pdrt.bench.prompts import Ask, Asks, Prompts, kind_of, read_talks, talks_of
 from pdrt.bench.talk import LOST, Talk
 from pdrt.errors import ConfigError
 from pdrt.sim.lengths import Lengths, exactly
+from pdrt.sim.workload import Arrivals
 from tests.bench.scripted import LAST, WHOLE, Scripted, event, serving
 
 STREAM = b"".join(WHOLE)
@@ -328,7 +328,7 @@ def test_arrivals_keep_their_rate_and_come_as_evenly_as_they_should(
     burstiness: float, variation: float
 ) -> None:
     random = Random(1)
-    gaps = [Arrivals(50.0, burstiness).gap_s(random) for _ in range(20_000)]
+    gaps = [Arrivals(50.0, burstiness).gap(random) for _ in range(20_000)]
     assert statistics.fmean(gaps) == pytest.approx(0.02, rel=0.05)
     assert statistics.stdev(gaps) / statistics.fmean(gaps) == pytest.approx(variation, rel=0.05)
 
@@ -345,7 +345,7 @@ async def test_all_at_once_are_all_at_once_unless_so_few_may_be_in_flight(most: 
         under_way.remove(body)
         return Record(0.0, 1.0)
 
-    gaps = map(Arrivals(math.inf).gap_s, itertools.repeat(Random(1)))
+    gaps = map(Arrivals(math.inf).gap, itertools.repeat(Random(1)))
     ran = await arriving(note, once(6), gaps, most, nothing)
     assert (max(seen), len(ran.records)) == (most, 6)
 

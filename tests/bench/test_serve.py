@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from pdrt.bench import peers
 from pdrt.bench.heard import Record, Told
-from pdrt.bench.load import Arrivals, Ran, Server
+from pdrt.bench.load import Ran, Server
 from pdrt.bench.prompts import Prompts
 from pdrt.bench.rounds import Effort, Load, measure, rotated
 from pdrt.bench.serve import Asked, fresh, points, serve, servers_of, show, tell_busy, tell_failures
@@ -27,6 +27,7 @@ from pdrt.bench.summary import METRICS, Limits, Spread, Turn, quantile, ratio, r
 from pdrt.cli import app
 from pdrt.errors import ConfigError, Unavailable
 from pdrt.sim.lengths import Lengths, exactly
+from pdrt.sim.workload import Arrivals
 from tests.bench.scripted import Scripted, documented, serving
 from tests.e2e.cluster import Cluster
 
@@ -385,6 +386,7 @@ def test_peers_are_compared_row_by_row() -> None:
         (["--burstiness", "0.5"], "give --rate"),
         (["--burstiness", "0.5", "--rate", "inf"], "give --rate"),
         (["--burstiness", "0", "--rate", "1"], "--burstiness 0"),
+        (["--rate", "1e-9"], "more than a day"),
         (["--turns", "3"], "--dialect generate"),
         (["--input", "lognormal:5:9"], "lognormal:MEAN"),
     ],

@@ -18,7 +18,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pdrt.bench.layouts import Ground, Layout, last_words, placed
-from pdrt.bench.load import Arrivals
 from pdrt.bench.shell import Report
 from pdrt.bench.summary import Limits, Turn, point
 from pdrt.bench.sweep import Asked, Shown, sweep
@@ -29,6 +28,7 @@ from pdrt.cli import app
 from pdrt.config import NodeConfig
 from pdrt.errors import ConfigError, Unavailable
 from pdrt.sim.arrangement import named
+from pdrt.sim.workload import Arrivals
 from pdrt.up.layout import Wanted
 from tests.bench.scripted import WHOLE, Scripted, documented, serving
 
