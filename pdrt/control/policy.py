@@ -112,8 +112,9 @@ class Picked:
 
 
 def _room(loads: Sequence[Load], ask: Ask, _held: Prefixes) -> Sequence[Score]:
-    at = ask.room % len(loads)
-    return [(float(place != at),) for place in range(len(loads))]
+    scores: list[Score] = [(1.0,)] * len(loads)
+    scores[ask.room % len(loads)] = (0.0,)
+    return scores
 
 
 def _round_robin(loads: Sequence[Load], _ask: Ask, _held: Prefixes) -> Sequence[Score]:

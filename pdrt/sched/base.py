@@ -42,7 +42,7 @@ from pdrt.sched.plan import Batch, Plan, fit
 from pdrt.sched.request import First, Request, State, from_submit
 from pdrt.sched.sequences import branch, drawn_firsts, living, resumed
 from pdrt.sched.spent import Phase
-from pdrt.sched.steady import advance, grow, skip, steady_steps
+from pdrt.sched.steady import Cohort, advance, begin, grow, prepare, skip, steady_steps
 
 _COPY_GAIN: Final = 4  # so much faster, about, is KV copied to the host and back than computed
 QUEUES: Final = (("waiting_queue", (State.QUEUED, State.SWAPPED)),)
@@ -167,7 +167,12 @@ class Scheduler:
         book = self.book
         book.now = now
         expired = book.expire(now)
+        if self.steady_steps(1):  # nothing is to be decided
+            begin(book)
+            cohort = book.cohort
+            return book.opened(Plan(expired=expired, steady=len(cohort), context=cohort.context))
         self._own_what_is_left()
+        prepare(book)
         runners, free = book.queues[State.RUNNING].values(), book.blocks.free
         fitting = fit(runners, free, book.blocks.owners, self.limits)
         for request in fitting.retract:
@@ -179,15 +184,25 @@ class Scheduler:
         else:
             for request, block in zip(fitting.grow, blocks, strict=True):
                 book.move(request, Grown((block,)))
-        batch = Batch(self.limits)
+        batch = Batch(self.limits, self._cohort_of(fitting.step))
         batch.fill(fitting.step)
         granted = [] if fitting.retract else self._admit(batch.room)
         seats = self.limits.max_batch_size - len(fitting.step)
         if granted:
             batch.fill([r for r in granted if r.state is State.RUNNING][:seats])
         retracted, moves = len(fitting.retract), book.host.pop_moves()
-        steps, steady = batch.steps, batch.steady
-        return book.opened(Plan(steps, len(granted), retracted, expired, moves, steady))
+        steps, cohort = batch.steps, book.cohort
+        told = (len(granted), retracted, expired, moves, len(cohort), cohort.context)
+        return book.opened(Plan(steps, *told))
+
+    def _cohort_of(self, batch: Sequence[Request]) -> Cohort | None:
+        """Who counts those that are steady; nobody where some of them are not in the batch."""
+        if not self.limits.is_blind:
+            return None
+        if len(batch) == len(self.book.queues[State.RUNNING]):
+            return self.book.cohort
+        self.book.cohort.disperse()
+        return None
 
     def commit(
         self, plan: Plan, drawn: Sequence[Drawn], now: float, lost: Collection[int] = ()

@@ -25,6 +25,7 @@ from pdrt.sched.plan import Plan, bad_logits, sendable
 from pdrt.sched.queues import Line, Timers
 from pdrt.sched.request import Request, State
 from pdrt.sched.reserve import Reserve
+from pdrt.sched.steady import Cohort
 
 _CODES: Final = frozenset(tree())
 _IN_LINE: Final = frozenset({State.QUEUED, State.WAITING, State.SWAPPED})
@@ -79,6 +80,7 @@ class Book:
         self.rooms: dict[int, Request] = {}  # a sequence of a group may have one of its own
         self.groups: dict[int, dict[int, Request]] = {}  # client's room -> its sequences by key
         self.queues: dict[State, dict[int, Request]] = {state: {} for state in State}
+        self.cohort = Cohort(limits.block_size)  # empty unless `is_blind`
         self.line = Line()
         self.timers = Timers()
         self.outbox: deque[Effect] = deque()
@@ -136,6 +138,8 @@ class Book:
     def move(self, request: Request, event: object) -> None:
         """The only way a request changes. Raises Illegal for what cannot happen."""
         before = request.state
+        if self.cohort:
+            self.cohort.settle(request)
         try:
             after, effects = self._table.step(before, request, event)
         except Illegal as error:
@@ -164,6 +168,8 @@ class Book:
 
     def weigh(self, request: Request) -> None:
         """Count anew what is kept free for it. Between that it may be a block more than needed."""
+        if self.cohort:
+            self.cohort.settle(request)
         holds = request.state in _GROWING
         blocks = reserve(request, self.limits) if holds else 0
         seats = request.sampling.n if holds else 0
@@ -294,6 +300,8 @@ class Book:
 
     def _unfile(self, request: Request) -> None:
         del self.queues[request.state][request.key]
+        if self.cohort:
+            self.cohort.drop(request)
         if request.state in _IN_LINE:
             self.line.discard(request)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pdrt.device.batch import Drawn, Odds, Scoring, SeqStep
@@ -19,7 +19,7 @@ from pdrt.messages import Problem
 from pdrt.sched.limits import Limits
 from pdrt.sched.request import Request
 from pdrt.sched.sequences import draws
-from pdrt.sched.steady import split
+from pdrt.sched.steady import Cohort
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class Plan:
     retracted: int = 0
     expired: int = 0
     moves: Moves = NO_MOVES  # before the batch
-    steady: Sequence[Request] = ()  # with `is_blind`: one more token each, in the same step
+    steady: int = 0  # with `is_blind`: so many have one more token each, in the same step
+    context: int = 0  # and look at so many tokens, in sum
 
     @property
     def is_for_device(self) -> bool:
@@ -91,13 +92,12 @@ class Batch:
     when it is a prompt's last one.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, cohort: Cohort | None = None) -> None:
         self.prefill_tokens = limits.max_prefill_tokens  # what is left of them
         self._scrap = min(limits.block_size, limits.max_prefill_tokens)
-        self._is_blind = limits.is_blind
+        self._cohort = cohort  # with `is_blind`: who takes in those that are steady
         self._decode: list[SeqStep] = []
         self._chunks: list[SeqStep] = []
-        self.steady: list[Request] = []
 
     @property
     def steps(self) -> tuple[SeqStep, ...]:
@@ -110,9 +110,8 @@ class Batch:
 
     def fill(self, runners: Iterable[Request]) -> None:
         """In their order: the oldest prompt has all that it can use."""
-        if self._is_blind:
-            steady, runners = split(runners)
-            self.steady += steady
+        if self._cohort is not None:
+            runners = self._cohort.gather(runners)
         for r in runners:
             tokens, start = r.tokens, r.computed
             if len(tokens) - start == 1 and len(tokens) > r.prompt_tokens:  # most are: no calls

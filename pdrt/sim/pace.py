@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdrt.sched.plan import Plan
-from pdrt.sched.request import State
 from pdrt.sim.clock import Turn
 from pdrt.sim.machine import Machine
 from pdrt.sim.worker import Worker
@@ -101,9 +100,8 @@ class Solo:
         now, count = worker.clock.now, worker.steady_steps(self._most)
         if count < 2:
             return False
-        runners = worker.book.queues[State.RUNNING].values()
-        context = sum([len(r.tokens) for r in runners])
-        ends = worker.times.ends(now, len(runners), context, count)
+        cohort = worker.book.cohort
+        ends = worker.times.ends(now, len(cohort), cohort.context, count)
         if (due := worker.sched.next_timer()) is not None:
             ends = ends[: bisect_right(ends, due)]
         if len(ends) < 2:

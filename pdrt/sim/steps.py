@@ -18,11 +18,8 @@ class Work:
     context: int = 0
 
 
-def work_of(plan: Plan, *, is_long: bool = True) -> Work:
-    """A step of one token counts as decoding, as it does on a device.
-
-    `is_long`: context costs something, and is counted.
-    """
+def work_of(plan: Plan) -> Work:
+    """A step of one token counts as decoding, as it does on a device."""
     prompt = decoding = context = 0
     pairs = 0.0
     for step in plan.batch:
@@ -33,17 +30,14 @@ def work_of(plan: Plan, *, is_long: bool = True) -> Work:
         else:
             decoding += 1
             context += step.start + 1
-    decoding += len(plan.steady)
-    if is_long:
-        context += sum([r.computed for r in plan.steady]) + len(plan.steady)
-    return Work(prompt, pairs, decoding, context)
+    return Work(prompt, pairs, decoding + plan.steady, context + plan.context)
 
 
 class StepTimes:
     """`step_s`, with what the batch costs looked up."""
 
     def __init__(self, cost: StepCost, max_batch_size: int) -> None:
-        self._cost, self.is_long = cost, cost.context_ns > 0
+        self._cost = cost
         self._base = step_s(cost)
         self._decode = [decode_ms(cost, n) * 1e-3 for n in range(max_batch_size + 1)]
 

@@ -113,13 +113,12 @@ class Worker:
         return plan
 
     def seconds(self, plan: Plan) -> float:
-        return self.times.of(work_of(plan, is_long=self.times.is_long))
+        return self.times.of(work_of(plan))
 
     def commit(self, plan: Plan) -> None:
         now = self.clock.now
         drawn = [Drawn(step.key, _TOKEN, -0.5) for step in plan.batch if step.draw is not None]
-        running = State.RUNNING
-        rooms = [r.room for r in plan.steady if r.state is running]
+        rooms = self.book.cohort.rooms if plan.steady else ()
         self.sched.commit(plan, drawn, now)
         self.steps += 1
         if rooms:
@@ -137,7 +136,7 @@ class Worker:
     def skip(self, ends: Sequence[float]) -> None:
         """Steps that have ended at these times."""
         assert not isinstance(self.sched, PrefillDisaggScheduler)
-        rooms = [r.room for r in self.book.queues[State.RUNNING].values()]
+        rooms = self.book.cohort.rooms
         self.sched.skip(len(ends))
         self.steps += len(ends)
         self._around.went_on(self, Steady(rooms, ends, self._ended))
