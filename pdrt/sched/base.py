@@ -170,7 +170,9 @@ class Scheduler:
         if self.steady_steps(1):  # nothing is to be decided
             begin(book)
             cohort = book.cohort
-            return book.opened(Plan(expired=expired, steady=len(cohort), context=cohort.context))
+            return book.opened(
+                Plan(expired=expired, steady=len(cohort.members), context=cohort.context)
+            )
         self._own_what_is_left()
         prepare(book)
         runners, free = book.queues[State.RUNNING].values(), book.blocks.free
@@ -192,7 +194,7 @@ class Scheduler:
             batch.fill([r for r in granted if r.state is State.RUNNING][:seats])
         retracted, moves = len(fitting.retract), book.host.pop_moves()
         steps, cohort = batch.steps, book.cohort
-        told = (len(granted), retracted, expired, moves, len(cohort), cohort.context)
+        told = (len(granted), retracted, expired, moves, len(cohort.members), cohort.context)
         return book.opened(Plan(steps, *told))
 
     def _cohort_of(self, batch: Sequence[Request]) -> Cohort | None:

@@ -138,7 +138,7 @@ class Book:
     def move(self, request: Request, event: object) -> None:
         """The only way a request changes. Raises Illegal for what cannot happen."""
         before = request.state
-        if self.cohort:
+        if self.cohort.members:
             self.cohort.settle(request)
         try:
             after, effects = self._table.step(before, request, event)
@@ -168,7 +168,7 @@ class Book:
 
     def weigh(self, request: Request) -> None:
         """Count anew what is kept free for it. Between that it may be a block more than needed."""
-        if self.cohort:
+        if self.cohort.members:
             self.cohort.settle(request)
         holds = request.state in _GROWING
         blocks = reserve(request, self.limits) if holds else 0
@@ -300,7 +300,7 @@ class Book:
 
     def _unfile(self, request: Request) -> None:
         del self.queues[request.state][request.key]
-        if self.cohort:
+        if self.cohort.members:
             self.cohort.drop(request)
         if request.state in _IN_LINE:
             self.line.discard(request)

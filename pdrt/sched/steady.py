@@ -31,20 +31,17 @@ class Cohort:
         self.steps = 0  # done so far
         self.context = 0  # tokens of all
         self._size = block_size
-        self._members: dict[int, Request] = {}  # by key
+        self.members: dict[int, Request] = {}  # by key
         self._bases: dict[int, int] = {}  # its tokens less `steps`, the same while it is here
         self._growing: dict[int, list[tuple[int, int]]] = {}  # by step: keys and bases
         self._ending: list[tuple[int, int, int]] = []  # a heap of steps, keys and bases
         self._rooms: list[int] | None = None
 
-    def __len__(self) -> int:
-        return len(self._bases)
-
     @property
     def rooms(self) -> Sequence[int]:
         """Of those that are here now."""
         if self._rooms is None:  # replaced, never changed: who has it keeps it
-            self._rooms = [request.room for request in self._members.values()]
+            self._rooms = [request.room for request in self.members.values()]
         return self._rooms
 
     def gather(self, runners: Iterable[Request]) -> list[Request]:
@@ -63,7 +60,7 @@ class Cohort:
         assert not request.borrows, "who shares blocks is not grown in bulk"
         key, length = request.key, len(request.tokens)
         base = length - self.steps
-        self._members[key], self._bases[key], self._rooms = request, base, None
+        self.members[key], self._bases[key], self._rooms = request, base, None
         self.context += length
         heappush(self._ending, (request.most - 1 - base, key, base))
         full = len(request.blocks) * self._size - base + 1
@@ -74,12 +71,12 @@ class Cohort:
         base = self._bases.pop(request.key, None)
         if base is not None:
             self.context -= base + self.steps
-            del self._members[request.key]
+            del self.members[request.key]
             self._rooms = None
 
     def disperse(self) -> None:
         """Each goes on by itself."""
-        for request in list(self._members.values()):
+        for request in list(self.members.values()):
             self.settle(request)
             self.drop(request)
 
@@ -96,7 +93,7 @@ class Cohort:
     def due(self) -> list[Request]:
         """Who needs a block before the next step, settled; asked once for each."""
         found = dict.fromkeys(self._growing.pop(self.steps, ()))
-        due = [self._members[key] for key, base in found if self._bases.get(key) == base]
+        due = [self.members[key] for key, base in found if self._bases.get(key) == base]
         for request in due:
             self.settle(request)
         return due
@@ -121,7 +118,7 @@ class Cohort:
     def release(self) -> None:
         """Those whose next token is their last go on by themselves."""
         while self._bases and self.steps_to_end() <= 0:
-            request = self._members[self._ending[0][1]]
+            request = self.members[self._ending[0][1]]
             self.settle(request)
             self.drop(request)
 
@@ -129,7 +126,7 @@ class Cohort:
         """Blocks that are needed for so many steps."""
         size, now = self._size, self.steps
         return sum(
-            max(0, -((1 - steps - base - now) // size) - len(self._members[key].blocks))
+            max(0, -((1 - steps - base - now) // size) - len(self.members[key].blocks))
             for key, base in self._bases.items()
         )
 
@@ -166,8 +163,8 @@ def advance(book: Book, planned: int) -> None:
     """One more token for each that is still there."""
     cohort = book.cohort
     cohort.went_on()
-    book.counters["tokens_out"] += len(cohort)
-    if late := planned - len(cohort):
+    book.counters["tokens_out"] += len(cohort.members)
+    if late := planned - len(cohort.members):
         book.counters["late"] += late
 
 
@@ -182,7 +179,7 @@ def steady_steps(book: Book, max_held: int, most: int) -> int:
     if book.line and book.seats < max_held:
         return 0
     cohort.release()
-    if cohort.gather(runners.values()):
+    if len(cohort.members) < len(runners) and cohort.gather(runners.values()):
         return 0
     steps = min(most, cohort.steps_to_end())
     while steps > 0 and not cohort.may_grow(steps, book.blocks.free):
@@ -209,4 +206,4 @@ def skip(book: Book, steps: int) -> None:
     for _ in range(steps):
         begin(book)
         cohort.went_on()
-    book.counters["tokens_out"] += steps * len(cohort)
+    book.counters["tokens_out"] += steps * len(cohort.members)

@@ -101,7 +101,7 @@ class Solo:
         if count < 2:
             return False
         cohort = worker.book.cohort
-        ends = worker.times.ends(now, len(cohort), cohort.context, count)
+        ends = worker.times.ends(now, len(cohort.members), cohort.context, count)
         if (due := worker.sched.next_timer()) is not None:
             ends = ends[: bisect_right(ends, due)]
         if len(ends) < 2:
