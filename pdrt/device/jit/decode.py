@@ -113,29 +113,20 @@ def _softmax(scores, shares):
 @loop()
 def _mixed(kind, rows, shares, apart, v, tokens, width, out):
     """out[i] += shares[i] . v for any number of rows; width % LANES == 0."""
-    i = 0
+    i, whole = 0, width // (2 * LANES) * (2 * LANES)
     while i < rows:
         some = 3 if rows - i >= 3 else 1
-        for at in range(0, width, 2 * LANES):
-            p, o = shares + 4 * i * apart, out + 4 * (i * width + at)
-            values = v + at * bytes_of(kind)
-            if width - at < 2 * LANES:
-                for j in range(some):
-                    mix(
-                        kind,
-                        1,
-                        1,
-                        p + 4 * j * apart,
-                        apart,
-                        values,
-                        tokens,
-                        width,
-                        o + 4 * j * width,
-                    )
-            elif some == 3:
+        p = shares + 4 * i * apart
+        for at in range(0, whole, 2 * LANES):
+            o, values = out + 4 * (i * width + at), v + at * bytes_of(kind)
+            if some == 3:
                 mix(kind, 3, 2, p, apart, values, tokens, width, o)
             else:
                 mix(kind, 1, 2, p, apart, values, tokens, width, o)
+        if whole < width:
+            for j in range(some):
+                o, values = out + 4 * ((i + j) * width + whole), v + whole * bytes_of(kind)
+                mix(kind, 1, 1, p + 4 * j * apart, apart, values, tokens, width, o)
         i += some
 
 
