@@ -6,6 +6,7 @@ import importlib.util
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -364,3 +365,26 @@ def test_without_numba_torch_computes_and_who_asks_for_more_hears_what_to_instal
     assert Loop(tiny.runner(directory)).answer(prompt, 4) == tiny.answer(oracle, prompt, 4)
     with pytest.raises(ConfigError, match="numba is not installed"):
         tiny.runner(directory, kernels="compiled")
+
+
+# Loops that are wrong.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loops_that_compute_something_else_are_not_used(
+    dtype: str, tiny_model: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a compiler made them once, for one kind of processor: without attention."""
+    right = Loops.decode
+
+    def wrong(self: Loops, weights: Any, shape: Any, pool: Any, rows: Any, wide: int) -> None:
+        ends = np.zeros_like(rows.positions)  # nobody looks back
+        right(self, weights, shape, pool, rows._replace(positions=ends), wide)
+
+    monkeypatch.setattr(Loops, "decode", wrong)
+    directory, _ = tiny_model("llama_wide_heads")
+    with pytest.raises(ConfigError, match=r"they are wrong: logits of single tokens are off"):
+        tiny.runner(directory, dtype, kernels="compiled")
+    torchs = tiny.decode_logits(Loop(tiny.runner(directory, dtype, kernels="torch")), (1, 15, 40))
+    auto = tiny.decode_logits(Loop(tiny.runner(directory, dtype)), (1, 15, 40))
+    assert torch.equal(auto, torchs)

@@ -133,8 +133,8 @@ def test_each_batch_is_laid_out_for_the_loops(
         waves.append(type(wave))
         return wave
 
-    monkeypatch.setattr(Looped, "lay_out", noted)
     loop = Loop(tiny.runner(tiny_model("llama")[0], quantize=quantize), blocks=256)
+    monkeypatch.setattr(Looped, "lay_out", noted)
     few = [loop.sequence(tiny.prompt(3), 8) for _ in range(2)]
     loop.run(few, 3)  # a prompt, and two steps
     assert waves == [PanelWave, TableWave, TableWave]

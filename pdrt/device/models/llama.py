@@ -11,7 +11,8 @@ biases of these sums.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from pdrt.device.collective import Collective
 from pdrt.device.kv import KvPool
 from pdrt.device.models.blocks import FeedForward, Reader, rms_norm
 from pdrt.device.models.experts import feed_forward
-from pdrt.device.models.looped import Looped, looped
+from pdrt.device.models.looped import Looped, are_wrong, looped
+from pdrt.device.models.trial import disagreement
 from pdrt.device.models.vocabulary import Vocabulary, vocabulary
 from pdrt.device.models.waves import TableWave
 from pdrt.device.quantized import Matrix
@@ -30,6 +32,8 @@ from pdrt.device.rope import frequencies, rotate_
 from pdrt.device.shard import Run, Shard
 from pdrt.device.weights import Checkpoint
 from pdrt.modelspec import Kernels, Quantize
+
+_TRIAL_BLOCK: Final = 16  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +120,16 @@ def load(
     layers = [_layer(shard, read, i) for i in range(spec.layers)]
     norm = read.tensor("model.norm.weight", spec.hidden)
     weights.finish()
-    decoding = looped(shard, layers, norm, words.head, dtype, kernels, weights.progress)
-    return Llama(shard, words, layers, norm, decoding)
+    found = looped(shard, layers, norm, words.head, dtype, kernels, weights.progress)
+    if found is not None:
+        first = Shard(replace(spec, layers=1))
+        torchs = Llama(first, words, layers[:1], norm)
+        ours = Llama(first, words, layers[:1], norm, found.first_layer(first.spec))
+        layout = first.layout(_TRIAL_BLOCK, "float32" if dtype is torch.float32 else "bfloat16")
+        if wrong := disagreement(ours, torchs, layout, spec.vocab):
+            are_wrong(kernels, wrong)
+            found = None
+    return Llama(shard, words, layers, norm, found)
 
 
 def _layer(shard: Shard, read: Reader, number: int) -> Layer:

@@ -96,6 +96,10 @@ class Looped:
             prompts = Prompts(panels, halves, halves, cells, rows, chunks, none[0])
             self._loops.prefill(self._weights, self._shape, nowhere, prompts, self._wide)
 
+    def first_layer(self, spec: ModelSpec) -> Looped:
+        """The same loops, of a model that ends after it; its spec."""
+        return Looped(spec, self._layers[:1], self._norm, self._head, self._loops)
+
     def lay_out(self, batch: Sequence[SeqStep], pool: KvPool) -> Wave | None:
         """None: torch has to compute it."""
         single = all(len(step.tokens) == 1 and step.scoring is None for step in batch)
@@ -192,6 +196,14 @@ def not_compiled(kernels: Kernels, why: str) -> None:
         raise ConfigError(f"[device] kernels = 'compiled': {why}")
     if kernels == "auto":
         log.info("decode_not_compiled", why=why)
+
+
+def are_wrong(kernels: Kernels, how: str) -> None:
+    """The loops do not compute this model. Raises ConfigError when they were asked for."""
+    if kernels == "compiled":
+        raise ConfigError(f"[device] kernels = 'compiled': on this processor they are wrong: {how}")
+    told = "torch computes this model, which may be slower: please report it with your processor"
+    log.error("compiled_loops_are_wrong", how=how, what=told)
 
 
 def _problem(shard: Shard, layers: Sequence[Layer], head: Tensor) -> str | None:
