@@ -94,6 +94,7 @@ class PrefillLeg:
         is_plain: bool,
     ) -> None:
         self.number, self._owner, self._instance, self._hold = number, owner, instance, hold
+        hold.on_lost = self._fail
         self._merge, self._is_plain = merge, is_plain
         self._body = Body(PREFILL_ANSWER if merge is None else PREFILL_TELLS)
         self._status = 0

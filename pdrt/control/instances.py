@@ -95,23 +95,30 @@ class Listener(Protocol):
         ...
 
 
-class Hold:
-    """One leg's claim on an instance: counted from dispatch, released once."""
+def _nobody(_error: PdrtError) -> None:
+    """Wants to know."""
 
-    __slots__ = ("_instance", "_tokens", "dp_rank", "on_lost")
+
+class Hold:
+    """One leg's claim on an instance: counted from dispatch, released once.
+
+    `on_lost` is called if the instance dies under it, and by nobody once it is released.
+    """
+
+    __slots__ = ("_instance", "on_lost", "rank", "tokens")
 
     def __init__(
-        self, instance: Instance, tokens: int, dp_rank: int, on_lost: Callable[[PdrtError], None]
+        self, instance: Instance, rank: Load, tokens: int, on_lost: Callable[[PdrtError], None]
     ) -> None:
         self._instance: Instance | None = instance
-        self._tokens = tokens
-        self.dp_rank = dp_rank
+        self.rank, self.tokens = rank, tokens
         self.on_lost = on_lost
 
     def release(self) -> None:
-        if self._instance is not None:
-            self._instance.forget(self, self._tokens)
-            self._instance = None
+        instance = self._instance
+        if instance is not None:
+            self._instance, self.on_lost = None, _nobody
+            instance.forget(self)
 
 
 class Instance:
@@ -194,20 +201,25 @@ class Instance:
                 load.seats = 0
 
     def hold(
-        self, tokens: int, dp_rank: int, turn: int, on_lost: Callable[[PdrtError], None]
+        self,
+        tokens: int,
+        dp_rank: int,
+        turn: int,
+        on_lost: Callable[[PdrtError], None] = _nobody,
     ) -> Hold:
-        """Count a leg here from now on; `on_lost` is called if the instance dies under it."""
-        hold = Hold(self, tokens, dp_rank, on_lost)
-        for load in (self.load, self._rank(dp_rank)):
-            load.take(tokens)
-            load.last = turn
+        """Count a leg here from now on."""
+        load, rank = self.load, self._rank(dp_rank)
+        hold = Hold(self, rank, tokens, on_lost)
+        load.take(tokens)
+        rank.take(tokens)
+        load.last = rank.last = turn
         self._holds.add(hold)
         return hold
 
-    def forget(self, hold: Hold, tokens: int) -> None:
+    def forget(self, hold: Hold) -> None:
         self._holds.discard(hold)
-        for load in (self.load, self._rank(hold.dp_rank)):
-            load.give(tokens)
+        self.load.give(hold.tokens)
+        hold.rank.give(hold.tokens)
         if not self._holds:
             self._listener.rested(self)
 

@@ -8,7 +8,6 @@ wanted; every way out cancels whatever is still open.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,6 +17,7 @@ from pdrt.control.http import Json
 from pdrt.errors import PdrtError
 from pdrt.machine import Edge, Table
 
+_MOST_STEPS: Final = 64  # told of one request
 ATTEMPT_STEP: Final = 1 << 16  # the low bits count decode's own prefills after a retraction
 
 
@@ -55,9 +55,10 @@ class Failure:
 
 
 # Events. `leg` numbers one HTTP exchange, so that an echo of a replaced one is known as such.
+# Those that every request has are not frozen: each field of those costs a call.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefillDone:
     """`told` is what it answered."""
 
@@ -92,14 +93,14 @@ class JoinedLate:
     leg: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answered:
     """Decode's answer is here: the prompt is computed, and decode sees to its KV from now on."""
 
     leg: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AnsweredEarly:
     """Decode's answer is here, and prefill's is needed too: it has a part of what the client asked
     for, or, with plain backends, nothing else proves that the prompt has arrived."""
@@ -107,7 +108,7 @@ class AnsweredEarly:
     leg: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodeEnded:
     leg: int
 
@@ -166,12 +167,12 @@ EVENTS: Final = (*get_args(OfPrefill), *get_args(OfDecode), *get_args(OfBoth))
 # Effects.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenPrefill:
     leg: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenDecode:
     leg: int
 
@@ -238,7 +239,10 @@ Effect: TypeAlias = (
 )
 
 
-_STARTED: Final = (StartAnswer(),)  # the same each time
+# Decode first: prefill computes once decode has named its blocks. The first ones, made once:
+_FIRST_BOTH: Final = (OpenDecode(1), OpenPrefill(1))
+_FIRST_ALONE: Final = (OpenDecode(1),)
+_STARTED: Final = (StartAnswer(),)
 _FINISHED: Final = (CancelPrefill(), FinishAnswer())
 
 
@@ -252,7 +256,7 @@ class Route:
     moves: int = 0
     prefill_leg: int = 0
     decode_leg: int = 0
-    story: deque[str] = field(default_factory=lambda: deque(maxlen=64))
+    story: list[str] = field(default_factory=list)  # the last steps
 
     @property
     def attempt(self) -> int:
@@ -286,14 +290,14 @@ class Route:
 
 def begin(room: int, *, alone: bool) -> tuple[Route, Sequence[Effect]]:
     """A new route with its first legs; `alone` when a hybrid instance serves it."""
-    route = Route(room, State.AWAITING if alone else State.OPEN)
-    return route, _open_alone(route) if alone else _open_both(route)
+    if alone:
+        return Route(room, State.AWAITING, decode_leg=1), _FIRST_ALONE
+    return Route(room, State.OPEN, prefill_leg=1, decode_leg=1), _FIRST_BOTH
 
 
 def _open_both(route: Route) -> list[Effect]:
     route.prefill_leg += 1
     route.decode_leg += 1
-    # Decode first: prefill computes once decode has named its blocks.
     return [OpenDecode(route.decode_leg), OpenPrefill(route.prefill_leg)]
 
 
@@ -404,7 +408,9 @@ def feed(route: Route, event: Event) -> Sequence[Effect]:
     """The only function that moves a route."""
     if not route.is_current(event):
         return ()  # an echo of a leg that was replaced
-    before = route.state
+    before, story = route.state, route.story
     route.state, effects = ROUTE.step(before, route, event)
-    route.story.append(_TOLD[before, type(event)])
+    story.append(_TOLD[before, type(event)])
+    if len(story) > _MOST_STEPS:
+        del story[0]
     return effects

@@ -87,12 +87,19 @@ class Moving:
 
 
 class Mover:
-    """Finds who goes on with one stream, now or within a bound."""
+    """Finds who goes on with one stream, now or within a bound. Only streams that may move have it:
+    `of` says which.
+    """
+
+    @staticmethod
+    def of(ticket: Ticket, tools: Tools) -> Mover | None:
+        if ticket.job.stream and tools.max_moves > 0 and ticket.may_retry and not tools.is_plain:
+            return Mover(ticket, tools)
+        return None
 
     def __init__(self, ticket: Ticket, tools: Tools) -> None:
         self._ticket, self._tools = ticket, tools
         self._began = tools.clocks.clock()
-        self._may = tools.max_moves > 0 and ticket.may_retry and ticket.job.stream
         self._tried: dict[Instance, Status | None] = {}
         self._lost: DecodeFailed | None = None
         self._until = 0.0
@@ -101,11 +108,10 @@ class Mover:
         self.resumed: Resumed | None = None
         self.choice: Choice | None = None  # of the last Moved
 
-    def begin(self, path: str, room: int) -> Moving | None:
-        """For a decode leg of which the client has nothing yet; None when it may not move."""
-        if self._may and not self._tools.is_plain:
-            sequences = self._ticket.job.sequences
-            self.moving = Moving(sequences, path, room, self._began, self._tools.clocks.clock)
+    def begin(self, path: str, room: int) -> Moving:
+        """For a decode leg of which the client has nothing yet."""
+        sequences = self._ticket.job.sequences
+        self.moving = Moving(sequences, path, room, self._began, self._tools.clocks.clock)
         return self.moving
 
     def considered(self, event: DecodeFailed, route: Route, culprit: Instance) -> Event:

@@ -40,7 +40,7 @@ SHORT_ANSWER: Final = 1 << 20  # an answer that is not streamed is checked whole
 _NOTHING: Final[Json] = {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: each request has one
 class Way:
     """How an answer is passed on."""
 
@@ -85,6 +85,7 @@ class DecodeLeg:
         way: Way,
     ) -> None:
         self.number, self._owner, self._instance, self._hold = number, owner, instance, hold
+        hold.on_lost = self.lose
         self._client, self._merge, self._moving = client, way.merge, way.moving
         self._is_resumed = way.is_resumed
         self._lost: PdrtError | None = None  # what it ended with, to be said after what is held
@@ -203,7 +204,7 @@ class DecodeLeg:
 
     def _release(self) -> None:
         self._client.write(self._body.whole())
-        self._body = Body(0)
+        self._body.clear()
         self._is_passing = True
         if self._lost is not None:
             self.lose(self._lost)

@@ -8,9 +8,8 @@ out in the same breath, so a request costs no task and no queue.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final
 
 import structlog
 
@@ -18,15 +17,15 @@ from pdrt.config import Role
 from pdrt.control.choice import Choice
 from pdrt.control.exchange import JoinLeg, Leg, PrefillLeg, Work
 from pdrt.control.http import Json
-from pdrt.control.instances import Hold, Instance
+from pdrt.control.instances import Instance
 from pdrt.control.legs import (
+    OVER,
     BreakAnswer,
     CalledOff,
     CancelDecode,
     CancelPrefill,
     ClientLeft,
     DecodeFailed,
-    Effect,
     Event,
     Failure,
     FinishAnswer,
@@ -66,6 +65,8 @@ _REBIND_NAMES: Final = {
     "disagg_prefill_dp_rank",
     "transfer_token",
 }
+
+_NOTHING: Final[Json] = {}
 
 log = structlog.get_logger(__name__)
 
@@ -121,16 +122,16 @@ class Relay:
         self._merge: Merge | None = None
         if choice.prefill:
             self._merge = ticket.job.merge(ticket.request_id, self._created)
-        self._told: Json = {}  # what prefill answered
-        self._inbox: deque[Event] = deque()
+        self._told = _NOTHING  # what prefill answered
+        self._inbox: list[Event] = []
         self._is_busy = False
         self._prefill: list[Leg] = []  # and what joins it to decode
         self._decode: DecodeLeg | None = None
         self._substitutes: Substitutes | None = None  # once a leg has failed
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] | None = None  # once there was one
         self._alarm: Alarm | None = None
         self._leg: LegFields | None = None
-        self._mover = Mover(ticket, tools)
+        self._mover = Mover.of(ticket, tools)
         self._lines = b"x-request-id: %b\r\n%b" % (ticket.request_id.encode(), ticket.lines)
         self._trace: RequestTrace | None = None
         if tools.tracing is not None and ticket.traceparent is not None:
@@ -147,7 +148,7 @@ class Relay:
         self._alarm = self._tools.clocks.alarm(self._time_left(), self._on_deadline)
         self._is_busy = True
         self._step(None)
-        self._turn()
+        self._rest()
 
     def call_off(self, error: PdrtError) -> None:
         self.say(CalledOff(Failure.of(error)))
@@ -167,13 +168,15 @@ class Relay:
         self._inbox.append(event)
         if not self._is_busy:
             self._is_busy = True
-            self._turn()
+            self._rest()
 
-    def _turn(self) -> None:
-        while self._inbox and not self.route.is_over:
-            self._step(self._inbox.popleft())
+    def _rest(self) -> None:
+        """What has happened, and what happens meanwhile."""
+        route, inbox = self.route, self._inbox
+        while inbox and route.state not in OVER:
+            self._step(inbox.pop(0))
         self._is_busy = False
-        if self.route.is_over and self._alarm is not None:
+        if self._alarm is not None and route.state in OVER:
             self._end()
 
     def _step(self, event: Event | None) -> None:
@@ -181,9 +184,14 @@ class Relay:
         try:
             if self._trace is not None and event is not None:
                 note(self._trace, event)
-            known = event and self._considered(event)
-            for effect in self._first if known is None else feed(self.route, known):
-                self._carry_out(effect)
+            if event is None:
+                effects = self._first
+            elif type(event) in _CONSIDERED:
+                effects = feed(self.route, self._considered(event))
+            else:
+                effects = feed(self.route, event)
+            for effect in effects:
+                self.CARRIED_OUT[type(effect)](self, effect)
         except Exception:
             log.exception("relay_failed", request_id=self.ticket.request_id)
             self._inbox.clear()
@@ -201,7 +209,8 @@ class Relay:
         self._alarm = None
         if self.route.state is State.SERVED:
             self._tools.fleet.praise(self.choice)
-        self._mover.cancel()
+        if self._mover is not None:
+            self._mover.cancel()
         self._cancel_prefill()
         self._cancel_decode()
         if self._trace is not None:
@@ -222,6 +231,8 @@ class Relay:
 
     def spawn(self, work: Work, failed: Callable[[Failure], Event]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._work(work, failed))
+        if self._tasks is None:
+            self._tasks = set()
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -250,7 +261,8 @@ class Relay:
         if self.route.is_current(event) and not self.route.is_over:
             self._note_setback(event, culprit)
         if isinstance(event, DecodeFailed) and self.route.may_move(event):
-            return self._mover.considered(event, self.route, culprit)
+            mover = self._mover
+            return event if mover is None else mover.considered(event, self.route, culprit)
         if self._substitutes is None:
             self._substitutes = Substitutes(self.ticket, self._tools)
         known, self.choice = self._substitutes.considered(event, self.route, self.choice)
@@ -265,101 +277,64 @@ class Relay:
 
     # Effects.
 
-    def _carry_out(self, effect: Effect) -> None:
-        match effect:
-            case OpenDecode(leg):
-                self._open_decode(leg)
-            case OpenPrefill(leg):
-                self._open_prefill(leg)
-            case CancelPrefill():
-                self._cancel_prefill()
-            case CancelDecode():
-                self._cancel_decode()
-            case Rebind(leg):
-                self._rebind(leg)
-            case LookForAnother(leg):
-                self._mover.look(leg, self.say)
-            case StartAnswer() | FinishAnswer() | BreakAnswer() | Refuse():
-                self._answer(effect)
+    def _start_answer(self, _effect: StartAnswer) -> None:
+        assert self._decode is not None, "it has answered"
+        self.first_byte_at, self.status = self._tools.clocks.clock(), self._decode.status
+        if self._trace is not None:
+            self._trace.event("first byte")
+        self._decode.go(self._shown_path(), self._told, self._shown_room)
 
-    def _answer(self, effect: StartAnswer | FinishAnswer | BreakAnswer | Refuse) -> None:
-        match effect:
-            case StartAnswer():
-                self._start_answer()
-            case FinishAnswer():
-                self._client.finish()
-            case BreakAnswer(failure):
-                self.failure = failure
-                self._client.break_off(failure.error)
-            case Refuse(failure):
-                self.failure = failure
-                self._refuse(failure)
+    def _finish_answer(self, _effect: FinishAnswer) -> None:
+        self._client.finish()
 
-    def _refuse(self, failure: Failure) -> None:
+    def _break_answer(self, effect: BreakAnswer) -> None:
+        self.failure = effect.failure
+        self._client.break_off(effect.failure.error)
+
+    def _refuse(self, effect: Refuse) -> None:
         """With a leg's own status and message."""
+        self.failure = failure = effect.failure
         self._client.path_label = self.path_label
         after = (("retry-after", failure.retry_after),) if failure.retry_after else ()
         self._client.refuse(failure.error, failure.status, after)
 
-    def _open_prefill(self, number: int) -> None:
-        prefill, tools = self.choice.prefill, self._tools
+    def _open_prefill(self, effect: OpenPrefill) -> None:
+        prefill, tools, job, number = self.choice.prefill, self._tools, self.ticket.job, effect.leg
         assert prefill is not None, "a prefill leg needs a prefill instance"
-
-        def lost(error: PdrtError) -> None:
-            self.say(PrefillFailed(number, Failure.of(error, elsewhere=True)))
-
-        hold = self._hold(prefill, self.ticket.job.prompt_weight, self.choice.dp_rank, lost)
+        hold = prefill.hold(job.prompt_weight, self.choice.dp_rank, tools.fleet.turn)
         leg = PrefillLeg(number, self, prefill, hold, self._merge, is_plain=tools.is_plain)
         self._prefill.append(leg)
-        leg.call = self._post(prefill, "prefill", leg, self._traced("prefill", number, prefill))
+        lines = self._lines if self._trace is None else self._traced("prefill", number, prefill)
+        body = job.body("prefill", self)
+        leg.call = tools.upstream.post(prefill, self.ticket.path, body, lines, leg)
 
-    def _open_decode(self, number: int) -> None:
-        self.choice = self._mover.choice or self.choice
+    def _open_decode(self, effect: OpenDecode) -> None:
+        mover, tools, job, number = self._mover, self._tools, self.ticket.job, effect.leg
+        is_resumed, moving = self.route.moves > 0, None
+        if mover is not None:
+            self.choice = mover.choice or self.choice
+            moving = mover.moving if is_resumed else mover.begin(self.path_label, self._shown_room)
         decode, is_alone = self.choice.decode, self.choice.prefill is None
-
-        def lost(error: PdrtError) -> None:
-            if self._decode is not None and self._decode.number == number:
-                self._decode.lose(error)
-
-        mover, is_resumed = self._mover, self.route.moves > 0
-        moving = mover.moving if is_resumed else mover.begin(self.path_label, self._shown_room)
-        leg = DecodeLeg(
-            number,
-            self,
-            decode,
-            self._hold(decode, self.ticket.job.answer_weight, 0, lost),
-            self._client,
-            Way(
-                self.ticket.job.stream,
-                not is_alone and self._needs_prefill,
-                None if is_resumed else self._merge,
-                moving,
-                is_resumed,
-            ),
-        )
-        self._decode = leg
+        is_early = not is_alone and (tools.is_plain or self._merge is not None)
+        way = Way(job.stream, is_early, None if is_resumed else self._merge, moving, is_resumed)
+        hold = decode.hold(job.answer_weight, 0, tools.fleet.turn)
+        leg = self._decode = DecodeLeg(number, self, decode, hold, self._client, way)
         side: Role = "hybrid" if is_alone else "decode"
-        leg.call = self._post(decode, side, leg, self._traced("decode", number, decode))
-
-    @property
-    def _needs_prefill(self) -> bool:
-        """Whether decode's answer alone is not enough to go on."""
-        return self._tools.is_plain or self._merge is not None
-
-    def _post(
-        self, instance: Instance, side: Role, leg: PrefillLeg | DecodeLeg, lines: bytes
-    ) -> Call:
-        body = self.ticket.job.body(side, self)
-        return self._tools.upstream.post(instance, self.ticket.path, body, lines, leg)
+        lines = self._lines if self._trace is None else self._traced("decode", number, decode)
+        body = job.body(side, self)
+        leg.call = tools.upstream.post(decode, self.ticket.path, body, lines, leg)
 
     def _traced(self, side: Side, number: int, instance: Instance) -> bytes:
-        """A leg's header lines, with which its leader joins the trace if there is one."""
-        if self._trace is None:
-            return self._lines
+        """A leg's header lines, with which its leader joins the trace."""
+        assert self._trace is not None, "it was looked at"
         header = self._trace.opened(side, number, instance.name)
         return self._lines + f"{TRACEPARENT}: {header}\r\n".encode() if header else self._lines
 
-    def _rebind(self, number: int) -> None:
+    def _look_for_another(self, effect: LookForAnother) -> None:
+        assert self._mover is not None, "what is stranded was a stream that may move"
+        self._mover.look(effect.leg, self.say)
+
+    def _rebind(self, effect: Rebind) -> None:
         decode, tools = self.choice.decode, self._tools
         body = self.leg().model_dump_json(include=_REBIND_NAMES).encode()
         until = tools.clocks.clock() + tools.rebind_grace_s
@@ -371,21 +346,9 @@ class Relay:
             await tools.clocks.pause(REBIND_EVERY_S)
             return tools.clocks.clock() < until
 
-        join = JoinLeg(number, self.route.decode_leg, self, decode, post, may_ask_again)
+        join = JoinLeg(effect.leg, self.route.decode_leg, self, decode, post, may_ask_again)
         self._prefill.append(join)
         join.open()
-
-    def _hold(
-        self, instance: Instance, tokens: int, dp_rank: int, lost: Callable[[PdrtError], None]
-    ) -> Hold:
-        return instance.hold(tokens, dp_rank, self._tools.fleet.turn, lost)
-
-    def _start_answer(self) -> None:
-        assert self._decode is not None, "it has answered"
-        self.first_byte_at, self.status = self._tools.clocks.clock(), self._decode.status
-        if self._trace is not None:
-            self._trace.event("first byte")
-        self._decode.go(self._shown_path(), self._told, self._shown_room)
 
     @property
     def _shown_room(self) -> int:
@@ -399,12 +362,13 @@ class Relay:
             return said.decode("latin-1")
         return self.path_label
 
-    def _cancel_prefill(self) -> None:
-        legs, self._prefill = self._prefill, []
-        for leg in legs:
-            leg.cancel()
+    def _cancel_prefill(self, _effect: CancelPrefill | None = None) -> None:
+        if self._prefill:
+            legs, self._prefill = self._prefill, []
+            for leg in legs:
+                leg.cancel()
 
-    def _cancel_decode(self) -> None:
+    def _cancel_decode(self, _effect: CancelDecode | None = None) -> None:
         leg, self._decode = self._decode, None
         if leg is not None:
             leg.cancel()
@@ -430,7 +394,8 @@ class Relay:
         left, key = self._time_left(), self._tools.key
         host, port = self.bootstrap or (None, None)
         expires = self._tools.clocks.wall() + left + TOKEN_SPARE_S
-        moving = self._mover.moving
+        mover = self._mover
+        moving = mover.moving if mover is not None else None
         return LegFields.model_construct(  # ours: nothing to check
             bootstrap_room=room,
             attempt=attempt,
@@ -444,7 +409,7 @@ class Relay:
             created=self._created if moving or self._merge else None,
             path=moving.path if moving else self.path_label,
             marks=moving is not None,
-            resumed=self._mover.resumed,
+            resumed=mover.resumed if mover is not None else None,
         )
 
     def _time_left(self) -> float:
@@ -452,3 +417,20 @@ class Relay:
 
     def _on_deadline(self) -> None:
         self.call_off(DeadlinePassed("the request's time is over"))
+
+    CARRIED_OUT: ClassVar[Mapping[type, Callable[[Any, Any], None]]] = {
+        OpenDecode: _open_decode,
+        OpenPrefill: _open_prefill,
+        CancelPrefill: _cancel_prefill,
+        CancelDecode: _cancel_decode,
+        Rebind: _rebind,
+        LookForAnother: _look_for_another,
+        StartAnswer: _start_answer,
+        FinishAnswer: _finish_answer,
+        BreakAnswer: _break_answer,
+        Refuse: _refuse,
+    }
+
+
+# What needs to be considered before the table hears of it.
+_CONSIDERED: Final = frozenset({PrefillDone, PrefillFailed, JoinedLate, DecodeFailed})

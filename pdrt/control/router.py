@@ -139,7 +139,7 @@ async def serve(
             url = f"{scheme}://{bracketed(config.local_ip)}:{listening.getsockname()[1]}"
             log.info("listening", url=url, router=router_of(router.mint_room()))
             say(f"router listening on {url}")
-            garbage.settle()
+            garbage.settle_for_requests()
             return await _until_asked(router, config.timeouts.drain_s)
         finally:
             await server.close(CLOSE_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import pytest
 from hypothesis import strategies as st
@@ -45,6 +46,7 @@ from pdrt.control.legs import (
     begin,
     feed,
 )
+from pdrt.control.relay import Relay
 from pdrt.errors import BadRequest, DeadlinePassed, PdrtError, PeerLost
 
 GONE = Failure.of(PeerLost("gone"), elsewhere=True)
@@ -372,3 +374,7 @@ TestRoutes = Routes.TestCase
 def test_a_failure_keeps_the_errors_status() -> None:
     assert Failure.of(PdrtError("x")).status == 500
     assert Failure.of(BadRequest("x")).status == 400
+
+
+def test_a_relay_can_carry_out_each_effect() -> None:
+    assert Relay.CARRIED_OUT.keys() == set(get_args(Effect))

@@ -1,0 +1,39 @@
+"""What a request was made of goes when it ends: no collection needs to look for it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from pdrt.control.exchange import PrefillLeg
+from pdrt.control.instances import Hold
+from pdrt.control.passon import DecodeLeg
+from pdrt.control.relay import Relay
+from pdrt.control.wire.client import Call
+from pdrt.control.wire.exchange import Exchange
+from tests.control.fake_leader import good, status, stream
+from tests.control.router_rig import rig
+
+_PARTS = (Relay, PrefillLeg, DecodeLeg, Hold, Call, Exchange)
+
+
+def alive() -> list[str]:
+    return [type(each).__name__ for each in gc.get_objects() if isinstance(each, _PARTS)]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("is_good", [True, False])
+async def test_reference_counts_alone_free_a_request(*, is_stream: bool, is_good: bool) -> None:
+    async with rig() as r:
+        play = stream(b"data: 1\n\n") if is_stream else good({"output": "x"})
+        gc.collect()
+        gc.disable()
+        try:
+            r.decode[0].plays.append(play if is_good else status(400))
+            await r.send(stream=is_stream)
+            await r.at_rest()
+            r.time.alarms.clear()  # which keep what would ring
+            assert alive() == []
+        finally:
+            gc.enable()
