@@ -39,7 +39,12 @@ class Lines:
     def info(self, event: str, fields: Mapping[str, object]) -> None:
         if not self._waiting:
             self._alarm(TOGETHER_S, self.flush)
-        told = ", ".join([f'"{name}": {_said(value)}' for name, value in fields.items()])
+        told = ", ".join(
+            [
+                f'"{name}": {_TEXT(value) if type(value) is str else _said(value)}'
+                for name, value in fields.items()
+            ]
+        )
         self._waiting.append(
             f'{{{told}, "event": "{event}", {self._tail}, "level": "info",'
             f' "timestamp": "{self._stamp()}"}}\n'

@@ -53,10 +53,12 @@ from pdrt.keys import ClusterKey
 STAGE: Final = "router"
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/admin/drain", "/"})
 
+_NOBODYS: Final = Entry()  # where no keys are asked for
+
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: each request has one
 class _Read:
     """A client's body, understood."""
 
@@ -215,7 +217,10 @@ class Router:
         request = exchange.request
         if (allowed := self.cors.preflight(request)) is not None:
             return allowed
-        refusal = self.keydoor.refusal(request.method, request.path, request.header(AUTHORIZATION))
+        refusal = None
+        if self.keydoor.is_closed:
+            sent = request.header(AUTHORIZATION)
+            refusal = self.keydoor.refusal(request.method, request.path, sent)
         if refusal is not None or exchange.route is None or exchange.route.serves is None:
             return refusal
         if self.draining:
@@ -277,6 +282,8 @@ class Router:
 
     def _enter(self, exchange: Exchange, read: _Read) -> Entry:
         """Until `over`. Raises PdrtError when its key may not ask for so much."""
+        if not self.keydoor.is_closed:
+            return _NOBODYS
         cost = cost_of(read.batch) if read.batch else read.job.answer_weight
         entry = self.keydoor.enter(exchange.request.header(AUTHORIZATION), cost)
         if entry.name:

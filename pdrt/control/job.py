@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from json.encoder import encode_basestring_ascii
 from typing import Final, Protocol
 
 from pdrt.config import Role
@@ -16,7 +17,7 @@ from pdrt.control.schema import LegFields
 UNNAMED_TOKENS: Final = 256  # that an answer is taken to have when nobody says how many
 _STREAMING: Final = frozenset({"stream", "stream_options"})
 _MEET: Final = frozenset({"bootstrap_room", "bootstrap_host", "bootstrap_port"})
-_text: Final = json.JSONEncoder().encode
+_NOTHING: Final = frozenset[str]()
 _STREAM: Final = re.compile(rb'"stream"\s*:\s*true')
 
 
@@ -112,10 +113,9 @@ class PlainJob:
             if name in fields:
                 self.prompt = fields[name]
                 break
-        self.prompt_weight = weight_of(self.prompt)
-        self.answer_weight = self.prompt_weight
+        self.prompt_weight = self.answer_weight = weight_of(self.prompt)
         self._met: tuple[int, tuple[str, int]] | None = None
-        self._meeting = b""
+        self._for_both: bytes | None = None  # where neither leg is streamed
 
     @property
     def pin(self) -> Pin | None:
@@ -123,28 +123,32 @@ class PlainJob:
         return Pin(host, port) if isinstance(host, str) and isinstance(port, int) else None
 
     def body(self, side: Role, meeting: Meeting) -> bytes:
-        if meeting.bootstrap is None:
+        where, room = meeting.bootstrap, meeting.room
+        if where is None:
             return self._raw
-        raw = self._without_stream() if side == "prefill" else self._raw
+        if self._met != (room, where):
+            self._met, self._for_both = (room, where), None
+        if self._for_both is not None:
+            return self._for_both
+        is_for_both = not self.stream and "stream_options" not in self.fields
+        left_out = _STREAMING if side == "prefill" and not is_for_both else _NOTHING
+        raw = self._without_stream() if left_out else self._raw
+        meet = _meeting(room, *where)
         if raw is not None and self._is_open:
-            end = self._meet(meeting.room, meeting.bootstrap)[1:]
-            return b"%b,%b" % (raw[: raw.rindex(b"}")], end)
-        meet = json.loads(self._meet(meeting.room, meeting.bootstrap))
-        left_out = _STREAMING if side == "prefill" else ()
-        return _dumped({k: v for k, v in self.fields.items() if k not in left_out} | meet)
-
-    def _meet(self, room: int, bootstrap: tuple[str, int]) -> bytes:
-        """The same for both legs."""
-        if self._met != (room, bootstrap):
-            self._met, self._meeting = (room, bootstrap), _meeting(room, *bootstrap)
-        return self._meeting
+            body = b"%b,%b" % (raw[: raw.rindex(b"}")], meet[1:])
+        else:
+            kept = {k: v for k, v in self.fields.items() if k not in left_out}
+            body = _dumped(kept | json.loads(meet))
+        if is_for_both:
+            self._for_both = body
+        return body
 
     @property
     def _is_open(self) -> bool:
         """Whether fields can be put at the end of the client's bytes."""
         raw = self._raw
         is_utf8 = raw[:1] == b"{" and raw[1:2] != b"\0"
-        return is_utf8 and bool(self.fields) and not self.fields.keys() & _MEET
+        return is_utf8 and bool(self.fields) and _MEET.isdisjoint(self.fields)
 
     def _without_stream(self) -> bytes | None:
         """The bytes for a leg that is not streamed; None when only encoding anew would do.
@@ -152,8 +156,6 @@ class PlainJob:
         A body that says "stream" once, and escapes nothing, says it where the field is.
         """
         fields, raw = self.fields, self._raw
-        if not self.stream and "stream_options" not in fields:
-            return raw
         if "stream_options" in fields or raw.count(b'"stream"') != 1 or b"\\u" in raw:
             return None
         return _STREAM.sub(b'"stream":false', raw, count=1)
@@ -165,8 +167,8 @@ class PlainJob:
 
 def _meeting(room: int, host: str, port: int) -> bytes:
     """Where the legs of a plain request meet, as a JSON object."""
-    said = f'{{"bootstrap_room":{room},"bootstrap_host":{_text(host)},"bootstrap_port":{port}}}'
-    return said.encode()
+    told = encode_basestring_ascii(host).encode()
+    return b'{"bootstrap_room":%d,"bootstrap_host":%b,"bootstrap_port":%d}' % (room, told, port)
 
 
 def _dumped(fields: Json) -> bytes:

@@ -51,7 +51,7 @@ class KeyDoor:
         self._security, self._clock = security, clock
         self._ring = KeyRing(clock)
         self._counts: dict[tuple[str, str], Counter] = {}  # bound: each request has one
-        self._is_closed = bool(security.api_keys or security.api_keys_file)
+        self.is_closed = bool(security.api_keys or security.api_keys_file)
         self._gate = Gate(self._ring, clock, open_paths, counted_paths)
         self._requests = Counter(
             "pdrt_key_requests", "Requests by API key", ("key", "outcome"), registry=registry
@@ -82,7 +82,7 @@ class KeyDoor:
 
     def refusal(self, method: str, path: str, authorization: str) -> PdrtError | None:
         """Why a request with this head is not let in."""
-        if not self._is_closed:
+        if not self.is_closed:
             return None
         error = self._gate.refusal(method, path, authorization)
         if isinstance(error, RateLimited) and (quota := self._ring.find(authorization)):
@@ -94,7 +94,7 @@ class KeyDoor:
 
         Raises RateLimited, or BadRequest for more tokens than the key ever has.
         """
-        quota = self._ring.find(authorization) if self._is_closed else None
+        quota = self._ring.find(authorization) if self.is_closed else None
         if quota is None:  # no keys are asked for, or it was removed since
             return Entry()
         try:

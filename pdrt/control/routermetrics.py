@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from pdrt.control.tally import Times
 
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -65,15 +67,15 @@ class RouterMetrics:
             ("instance",),
             registry=self.registry,
         )
-        self.first_byte = Histogram(
+        self.first_byte = Times(
             "pdrt_router_first_byte_seconds",
             "From a request's arrival to the first byte of its answer",
-            buckets=SECONDS,
-            registry=self.registry,
+            SECONDS,
+            self.registry,
         )
-        self.duration = Histogram(
+        self.duration = Times(
             "pdrt_router_request_seconds",
             "From a request's arrival to its end",
-            buckets=SECONDS,
-            registry=self.registry,
+            SECONDS,
+            self.registry,
         )

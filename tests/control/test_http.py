@@ -123,6 +123,20 @@ def test_whole_surrogate_pairs_are_text() -> None:
     assert parse_object(b'{"a": "\\ud83d\\ude00"}') == {"a": "\N{GRINNING FACE}"}
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("blanks", ["", " \n"])
+def test_a_body_is_read_in_each_encoding_and_with_blanks_around(encoding: str, blanks: str) -> None:
+    text = blanks + '{"prompt": "\u00fc: ' + ":" * 2000 + '"}' + blanks
+    assert parse_object(text.encode(encoding))["prompt"].startswith("\u00fc: ::")
+    assert parse_object((blanks + '{"a": 1}' + blanks).encode(encoding)) == {"a": 1}
+
+
+def test_an_object_of_too_many_keys_is_refused_wherever_it_is() -> None:
+    inner = ",".join(f'"{number}":0' for number in range(1025))
+    with pytest.raises(BadRequest, match="1025 keys"):
+        parse_object(f'{{"a":[{{{inner}}}]}}'.encode())
+
+
 async def test_a_body_over_the_limit_is_413_with_and_without_a_length() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(9):

@@ -1,0 +1,42 @@
+"""Times counted where each request passes, and put into Prometheus' form when somebody looks.
+
+The library's own histogram takes a lock for each sum and walks its buckets: twice for a request,
+that is more than choosing who serves it. Here one loop counts, and nobody else.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from math import inf
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+
+class Times(Collector):
+    """Seconds, as a histogram; `bounds` ascend."""
+
+    def __init__(
+        self, name: str, told: str, bounds: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        self._name, self._told, self._bounds = name, told, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, seconds: float) -> None:
+        self._sum += seconds
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+
+    def collect(self) -> Iterable[Metric]:
+        so_far, buckets = 0, []
+        for bound, count in zip((*self._bounds, inf), self._counts, strict=True):
+            so_far += count
+            buckets.append(("+Inf" if bound == inf else str(float(bound)), so_far))
+        yield HistogramMetricFamily(self._name, self._told, buckets, self._sum)
+
+    def describe(self) -> Iterable[Metric]:
+        """For the registry, which takes no name twice."""
+        yield HistogramMetricFamily(self._name, self._told)

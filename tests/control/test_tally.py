@@ -1,0 +1,33 @@
+"""Times that are counted here read like the library's own."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from pdrt.control.routermetrics import SECONDS
+from pdrt.control.tally import Times
+
+
+def said(registry: CollectorRegistry) -> list[bytes]:
+    return [line for line in generate_latest(registry).splitlines() if b"_created" not in line]
+
+
+@given(st.lists(st.floats(0, 1000) | st.sampled_from(SECONDS)))
+def test_a_scrape_reads_as_the_librarys_histogram(seconds: list[float]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    times = Times("some_seconds", "Of something", SECONDS, ours)
+    histogram = Histogram("some_seconds", "Of something", buckets=SECONDS, registry=theirs)
+    for each in seconds:
+        times.observe(each)
+        histogram.observe(each)
+    assert said(ours) == said(theirs)
+
+
+def test_a_name_is_taken_once() -> None:
+    registry = CollectorRegistry()
+    Times("some_seconds", "Of something", SECONDS, registry)
+    with pytest.raises(ValueError, match="Duplicated"):
+        Histogram("some_seconds", "Of something", registry=registry)
