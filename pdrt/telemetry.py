@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, TextIO
@@ -32,43 +32,36 @@ class Lines:
         **always: str,
     ) -> None:
         self._stream, self._alarm = stream, alarm
-        self._tail = json.dumps(always)[1:-1]
+        self._tail = json.dumps(always)[1:-1].replace("%", "%%")
+        self._shapes: dict[tuple[str, ...], str] = {}  # what stands between values, made once
         self._waiting: list[str] = []
         self._wall, self._second, self._date = wall, 0, ""
 
     def info(self, event: str, fields: Mapping[str, object]) -> None:
         if not self._waiting:
             self._alarm(TOGETHER_S, self.flush)
-        told = ", ".join(
-            [
-                f'"{name}": {_TEXT(value) if type(value) is str else _said(value)}'
-                for name, value in fields.items()
-            ]
-        )
-        self._waiting.append(
-            f'{{{told}, "event": "{event}", {self._tail}, "level": "info",'
-            f' "timestamp": "{self._stamp()}"}}\n'
-        )
-
-    def _stamp(self) -> str:
-        """As the other lines have it; only what changes is made anew."""
+        shape = self._shapes.get((event, *fields)) or self._shape(event, fields)
         now = self._wall()
         second = int(now)
         if second != self._second:
             self._second = second
             self._date = datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-        return f"{self._date}.{int((now - second) * 1e6):06d}Z"
+        said = [
+            _TEXT(each) if isinstance(each, str) else "null" if each is None else each
+            for each in fields.values()
+        ]
+        self._waiting.append(shape % (*said, self._date, (now - second) * 1e6))
+
+    def _shape(self, event: str, names: Iterable[str]) -> str:
+        told = "".join(f'"{name}": %s, ' for name in names)
+        end = f'"event": "{event}", {self._tail}, "level": "info", "timestamp": "%s.%06dZ"'
+        shape = self._shapes[event, *names] = f"{{{told}{end}}}\n"
+        return shape
 
     def flush(self) -> None:
         lines, self._waiting = self._waiting, []
         self._stream.write("".join(lines))
         self._stream.flush()
-
-
-def _said(value: object) -> str:
-    if isinstance(value, str):
-        return _TEXT(value)
-    return "null" if value is None else repr(value)
 
 
 def is_console(form: str) -> bool:

@@ -53,21 +53,7 @@ from pdrt.keys import ClusterKey
 STAGE: Final = "router"
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/admin/drain", "/"})
 
-_NOBODYS: Final = Entry()  # where no keys are asked for
-
 log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)  # not frozen: each request has one
-class _Read:
-    """A client's body, understood."""
-
-    job: Job
-    ask: Ask
-    client_room: int | None
-    pin: order.Pin | None
-    timeout_s: float | None
-    batch: Order | None = None  # its prompts are served one by one
 
 
 @dataclass(slots=True)
@@ -253,42 +239,31 @@ class Router:
 
     def serve(self, exchange: Exchange) -> None:
         """Raises PdrtError when nobody can serve it."""
-        started, request = self.clocks.clock(), exchange.request
-        read = self._read(request)
-        entry = self._enter(exchange, read)
-        ticket = Ticket(
-            request_id=request.id,
-            path=request.path,
-            job=read.job,
-            deadline=started + (read.timeout_s or self.config.timeouts.request_s),
-            client_room=read.client_room,
-            pinned=self.fleet.pinned(read.pin) if read.pin else None,
-            passage=self.screen.passage(exchange),
-            ask=read.ask,
-            key_name=entry.name,
-            traceparent=request.header(TRACEPARENT) if self.tracing is not None else None,
-        )
-        claim(self.rooms, read.client_room)
+        started = self.clocks.clock()
+        ticket, batch = self._read(exchange.request, started)
+        ticket.passage = self.screen.passage(exchange)
+        if self.keydoor.is_closed:
+            ticket.key_name = self._enter(exchange, ticket.job, batch)
+        if ticket.client_room is not None:
+            claim(self.rooms, ticket.client_room)
         try:
-            if read.batch is not None:
-                self._serve_batch(exchange, read.batch, ticket, started)
+            if batch is not None:
+                self._serve_batch(exchange, batch, ticket, started)
                 return
             relay = self._begin(ticket, exchange, started, exchange)
         except PdrtError:
-            release(self.rooms, read.client_room)
+            release(self.rooms, ticket.client_room)
             raise
         exchange.on_gone, exchange.on_flow = relay.client_left, relay.flow
         relay.start()
 
-    def _enter(self, exchange: Exchange, read: _Read) -> Entry:
-        """Until `over`. Raises PdrtError when its key may not ask for so much."""
-        if not self.keydoor.is_closed:
-            return _NOBODYS
-        cost = cost_of(read.batch) if read.batch else read.job.answer_weight
+    def _enter(self, exchange: Exchange, job: Job, batch: Order | None) -> str:
+        """Until `over`; the key's name. Raises PdrtError when it may not ask for so much."""
+        cost = cost_of(batch) if batch else job.answer_weight
         entry = self.keydoor.enter(exchange.request.header(AUTHORIZATION), cost)
         if entry.name:
             self.entered[exchange] = entry
-        return entry
+        return entry.name
 
     def _begin(
         self, ticket: Ticket, client: Client, started: float, exchange: Exchange | None = None
@@ -354,24 +329,33 @@ class Router:
             whole.salt,
         )
 
-    def _read(self, request: Request) -> _Read:
+    def _read(self, request: Request, started: float) -> tuple[Ticket, Order | None]:
+        """A client's body, understood; the order when its prompts are served one by one."""
         body = request.json()
         session, session_from = session_of(request.header, body)
         ask = Ask(room=self.mint_room(), session=session, session_from=session_from)
+        job: Job
+        client_room, within_s, batch = None, None, None
         if self.key is None:
-            plain = PlainJob(body, request.body)
-            named = body.get("model")
+            job = plain = PlainJob(body, request.body)
+            named, pin = body.get("model"), plain.pin
             ask.model = named if isinstance(named, str) else ""
-            ask.prompt, ask.weight = plain.prompt, plain.prompt_weight
-            return _Read(plain, ask, None, plain.pin, None)
-        found = order.parse(order.PATHS[request.path], body)
-        if found.request_id:
-            request.id = found.request_id
-        job = OrderJob(found, seed=self.chance.room())
-        ask.model, ask.salt = found.model or "", found.salt
+        else:
+            found = order.parse(order.PATHS[request.path], body)
+            if found.request_id:
+                request.id = found.request_id
+            job, pin = OrderJob(found, seed=self.chance.room()), found.pin
+            ask.model, ask.salt = found.model or "", found.salt
+            client_room, within_s = found.client_room, found.timeout_s
+            batch = found if found.prompts else None
         ask.prompt, ask.weight = job.prompt, job.prompt_weight
-        batch = found if found.prompts else None
-        return _Read(job, ask, found.client_room, found.pin, found.timeout_s, batch)
+        deadline = started + (within_s or self.config.timeouts.request_s)
+        ticket = Ticket(request.id, request.path, job, deadline, client_room, ask=ask)
+        if pin is not None:
+            ticket.pinned = self.fleet.pinned(pin)
+        if self.tracing is not None:
+            ticket.traceparent = request.header(TRACEPARENT)
+        return ticket, batch
 
     def _look_idle(self) -> None:
         if self.draining and not self.admitted:
