@@ -224,7 +224,8 @@ class Router:
             entry.leave()
         if exchange.is_admitted:
             self.admitted -= 1
-            self._look_idle()
+            if self.draining:
+                self._look_idle()
         self.screen.went(exchange)
         self.accounts.answered(exchange)
 
@@ -273,13 +274,14 @@ class Router:
 
         def ended(relay: Relay) -> None:
             if exchange is not None:
-                release(self.rooms, ticket.client_room)
+                if ticket.client_room is not None:
+                    release(self.rooms, ticket.client_room)
                 if not exchange.is_over:
                     exchange.fail()
             now = self.clocks.clock()
             self.ledger.end(relay, now)
             self.accounts.relayed(relay, started, now)
-            if relay.first_byte_at is not None:
+            if ticket.job.stream and relay.first_byte_at is not None:
                 self._learn(relay, relay.first_byte_at - started)
 
         relay = Relay(ticket, self._choose(ticket), self.tools, client, ended)
@@ -288,7 +290,7 @@ class Router:
 
     def _choose(self, ticket: Ticket) -> Choice:
         choice = self.fleet.pick(ticket.ask, ticket.pinned)
-        if ticket.pinned is None:
+        if ticket.pinned is None and self.nearby.wanted:
             choice = self.nearby.considered(choice, ticket.job.prompt_weight)
         if choice.local:
             self.metrics.local.labels(choice.local).inc()
@@ -362,10 +364,9 @@ class Router:
             self.idle.set()
 
     def _learn(self, relay: Relay, seconds: float) -> None:
-        """A stream's first byte is its first token; a whole answer's is all of them."""
-        job = relay.ticket.job
-        if job.stream and not (relay.route.tries or relay.route.moves):
-            self.nearby.learn(relay.choice, job.prompt_weight, seconds)
+        """A stream's first byte is its first token (a whole answer's would be all of them)."""
+        if not (relay.route.tries or relay.route.moves):
+            self.nearby.learn(relay.choice, relay.ticket.job.prompt_weight, seconds)
 
     async def ask_any(self, request: Request) -> Reply:
         """What needs a tokenizer, which only leaders have."""

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import secrets
-from contextlib import suppress
 from typing import Any, Final, NoReturn, TypeAlias
 
 import structlog
@@ -227,12 +226,13 @@ def parse_object(body: bytes) -> Json:
 
 def _found(text: str) -> object:
     """What the text says. Keys are counted only where there may be too many in one object."""
-    if text.count(":") <= MAX_KEYS:
-        with suppress(ValueError):  # blanks before it, or no JSON: the other way tells where
-            found, end = _READ_QUICKLY(text)
-            if end == len(text):
-                return found
-    return _READ(text)
+    if text.count(":") > MAX_KEYS:
+        return _READ(text)
+    try:
+        found, end = _READ_QUICKLY(text)
+    except ValueError:  # blanks before it, or no JSON: the other way tells where
+        return _READ(text)
+    return found if end == len(text) else _READ(text)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Json:

@@ -165,13 +165,15 @@ class Relay:
 
     def say(self, event: Event) -> None:
         """What happened; at once, or after what is being done now."""
-        self._inbox.append(event)
-        if not self._is_busy:
+        if self._is_busy:
+            self._inbox.append(event)
+        elif self.route.state not in OVER:
             self._is_busy = True
+            self._step(event)
             self._rest()
 
     def _rest(self) -> None:
-        """What has happened, and what happens meanwhile."""
+        """What has happened meanwhile."""
         route, inbox = self.route, self._inbox
         while inbox and route.state not in OVER:
             self._step(inbox.pop(0))

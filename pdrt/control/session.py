@@ -17,6 +17,6 @@ def session_of(header: Callable[[str], str], body: Json) -> tuple[str, str]:
         return named, HEADER
     for field in FIELDS:
         value = body.get(field)
-        if isinstance(value, str) and value:
+        if value and isinstance(value, str):
             return value, field
     return "", ""

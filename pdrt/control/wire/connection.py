@@ -158,7 +158,7 @@ class Connection(asyncio.Protocol):
             self._refuse_rest(PdrtError("an internal error; see the log"))
         except HttpParserError as error:
             self._refuse_rest(BadRequest(f"this is no HTTP request: {error}"[:300]))
-        if self.is_reading and self._fed > self._host.max_head_bytes:
+        if self._fed > self._host.max_head_bytes and self.is_reading:
             self._refuse_rest(self._head_too_large())
         self._advance()
 
@@ -221,7 +221,8 @@ class Connection(asyncio.Protocol):
             return
         self._open = exchange
         exchange.refusal = self._unfit(exchange)
-        exchange.wants_more = self._headers.get(b"expect", b"").lower() == b"100-continue"
+        if b"expect" in self._headers:
+            exchange.wants_more = self._headers[b"expect"].lower() == b"100-continue"
 
     def on_body(self, piece: bytes) -> None:
         self._fed, exchange = 0, self._open
@@ -249,20 +250,20 @@ class Connection(asyncio.Protocol):
     # What is unfit.
 
     def _unfit(self, exchange: Exchange) -> PdrtError | Reply | None:
-        request = exchange.request
+        request, site = exchange.request, self._host.site
         try:
-            exchange.route = self._host.site.routes.find(request)
+            exchange.route = site.routes.find(request)
         except PdrtError as error:
-            return self._host.site.begun(exchange) or error
-        if (refusal := self._host.site.begun(exchange)) is not None:
+            return site.begun(exchange) or error
+        if (refusal := site.begun(exchange)) is not None:
             return refusal
         if self._head_bytes > self._host.max_head_bytes or self._count > MAX_HEADERS:
             return self._head_too_large()
         length = request.headers.get(b"content-length", b"0")
         if int(length) > self._host.max_body_bytes:  # the parser has seen that it is a number
             return self._body_too_large()
-        coding = request.headers.get(b"transfer-encoding", b"chunked")
-        if coding.lower() != b"chunked":
+        coding = request.headers.get(b"transfer-encoding")
+        if coding is not None and coding.lower() != b"chunked":
             return BadRequest("transfer-encoding: nothing but chunked is read here")
         return None
 
@@ -345,15 +346,16 @@ class Connection(asyncio.Protocol):
         return host.date_line + own + host.site.head_lines(request)
 
     def ended(self, exchange: Exchange, *, is_whole: bool) -> None:
-        self._host.site.over(exchange)
+        host, transport = self._host, self._transport
+        host.site.over(exchange)
         self._current = None
-        self._since = self._host.now
-        transport = self._transport
+        self._since = host.now
         if transport is None:
             return
-        is_last = not exchange.keeps_alive or (self._is_closing and not self._queue)
+        is_closing = self._is_last or host.is_closing
+        is_last = not exchange.keeps_alive or (is_closing and not self._queue)
         if not is_whole or self._lingers or is_last:
-            self._host.outbox.flush()
+            host.outbox.flush()
         if not is_whole:
             transport.abort()
         elif self._lingers:
@@ -363,10 +365,6 @@ class Connection(asyncio.Protocol):
             transport.close()
         elif self._queue or self._ahead:
             asyncio.get_running_loop().call_soon(self._go_on)
-
-    @property
-    def _is_closing(self) -> bool:
-        return self._is_last or self._host.is_closing
 
     def _go_on(self) -> None:
         if self._current is None and self._transport is not None:

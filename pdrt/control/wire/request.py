@@ -42,7 +42,8 @@ class Request:
 
     def header(self, name: str) -> str:
         """The header's value, or nothing."""
-        return self.headers.get(name.encode(), b"").decode("latin-1")
+        found = self.headers.get(name.encode())
+        return found.decode("latin-1") if found else ""
 
     def json(self) -> Json:
         """The body's JSON object. Raises BadRequest."""
