@@ -16,6 +16,7 @@ import structlog
 from pdrt.config import RouterConfig, bracketed
 from pdrt.control import order
 from pdrt.control.accounts import Accounts, Tell, tell_plainly
+from pdrt.control.alarms import Alarms
 from pdrt.control.askany import ask_any
 from pdrt.control.batched import carry_batch
 from pdrt.control.canary import try_pairs
@@ -119,8 +120,8 @@ class Router:
         timeouts = self.config.timeouts
         pools = Pools(timeouts.connect_s)
         loop, clocks = asyncio.get_running_loop(), self.clocks
-        if clocks.alarm is ring_later:  # to ask for the loop costs as much as the alarm
-            clocks = replace(clocks, alarm=loop.call_later)
+        if clocks.alarm is ring_later:
+            clocks = replace(clocks, alarm=Alarms(clocks.clock, loop.call_later).set)
         self.tools = Tools(
             fleet=self.fleet,
             upstream=Upstream(pools, self.key.bearer() if self.key else ""),

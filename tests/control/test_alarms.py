@@ -1,0 +1,85 @@
+"""Coarse alarms ring late by a little, never early, once, and not when they are called off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdrt.control.alarms import EVERY_S, Alarms, Coarse
+
+
+class Loop:
+    """Time passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.due: list[tuple[float, Callable[[], None]]] = []
+        self.rang: list[tuple[str, float]] = []
+        self.alarms = Alarms(lambda: self.now, self.call_later)
+
+    def call_later(self, delay: float, call: Callable[[], None]) -> None:
+        self.due.append((self.now + delay, call))
+
+    def set(self, name: str, delay: float) -> Coarse:
+        return self.alarms.set(delay, lambda: self.rang.append((name, self.now)))
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.due and min(self.due, key=lambda each: each[0])[0] <= until:
+            self.due.sort(key=lambda each: each[0])
+            self.now, call = self.due.pop(0)
+            call()
+        self.now = until
+
+
+def test_an_alarm_rings_once_and_at_most_a_look_late() -> None:
+    loop = Loop()
+    delays = [0.0, 0.01, 0.05, 0.12, 3.0]
+    for delay in delays:
+        loop.set(str(delay), delay)
+    loop.run(10)
+    assert sorted(name for name, _ in loop.rang) == sorted(map(str, delays))
+    for name, at in loop.rang:
+        assert -1e-6 <= at - 100.0 - float(name) <= EVERY_S + 1e-6
+
+
+def test_what_is_called_off_does_not_ring_not_even_by_another_that_rings() -> None:
+    loop = Loop()
+    loop.set("other", 0.2)
+    first = loop.set("first", 0.1)
+    first.cancel()
+    first.cancel()
+    two: list[Coarse] = []
+
+    def ring() -> None:
+        loop.rang.append(("two", loop.now))
+        for each in two:
+            each.cancel()
+
+    two += [loop.alarms.set(0.1, ring), loop.alarms.set(0.1, ring)]
+    loop.run(1)
+    assert sorted(name for name, _ in loop.rang) == ["other", "two"]
+
+
+def test_nobody_looks_while_there_is_nothing_to_wait_for() -> None:
+    loop = Loop()
+    loop.set("one", 0.01)
+    loop.run(1)
+    assert not loop.due
+    loop.set("two", 0.01)
+    loop.run(1)
+    assert [name for name, _ in loop.rang] == ["one", "two"]
+
+
+def test_an_alarm_that_raises_keeps_no_other_from_ringing() -> None:
+    loop = Loop()
+
+    def fail() -> None:
+        raise RuntimeError
+
+    loop.alarms.set(0.01, fail)
+    loop.set("later", 0.07)
+    try:
+        loop.run(0.06)
+    except RuntimeError:
+        loop.run(0.06)
+    assert [name for name, _ in loop.rang] == ["later"]
