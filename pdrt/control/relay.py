@@ -8,7 +8,7 @@ out in the same breath, so a request costs no task and no queue.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import structlog
@@ -116,7 +116,7 @@ class Relay:
         self.first_byte_at: float | None = None
         self.status = 0  # what the client was answered; 0 = nothing
         self.failure: Failure | None = None
-        self.setbacks: list[Setback] = []  # what failed on the way
+        self.setbacks: Sequence[Setback] = ()  # what failed on the way
         self._tools, self._client, self._ended = tools, client, ended
         self._created = int(tools.clocks.wall())
         self._merge: Merge | None = None
@@ -274,7 +274,7 @@ class Relay:
 
     def _note_setback(self, event: Failed, culprit: Instance) -> None:
         now = self._tools.clocks.clock()
-        self.setbacks.append(Setback(now, self.choice, culprit, event.failure))
+        self.setbacks = (*self.setbacks, Setback(now, self.choice, culprit, event.failure))
         self._tools.fleet.blame(culprit, event.failure)
 
     # Effects.
