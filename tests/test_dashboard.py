@@ -61,7 +61,7 @@ def _of_a_router() -> CollectorRegistry:
     tables = {"hybrid": [{"http": "h:1"}], "security": {"api_keys": ["k"]}}
     router = make_router(check(RouterConfig, tables, "-"), ClusterKey(b"k" * 32))
     metrics = router.metrics
-    metrics.requests.labels("/generate", "200", "disagg").inc()
+    metrics.requests.add("/generate", 200, "disagg")
     metrics.errors.labels("deadline").inc()
     metrics.instance_up.labels("a").set(1)
     metrics.instance_requests.labels("a").set(1)

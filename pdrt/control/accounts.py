@@ -1,16 +1,15 @@
 """What a request leaves behind at the router: counts, times and one log line.
 
-Both are on the path of every request, so labels are bound once, and a line that tells of nothing
-wrong is made by hand and written with others (telemetry.Lines).
+Both are on the path of every request, so a line that tells of nothing wrong is made by hand and
+written with others (telemetry.Lines).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import structlog
-from prometheus_client import Counter
 
 from pdrt.control.relay import Relay
 from pdrt.control.routermetrics import RouterMetrics
@@ -18,7 +17,6 @@ from pdrt.control.wire.exchange import Exchange
 
 Tell: TypeAlias = Callable[[str, Mapping[str, object]], None]
 
-_MOST: Final = 1024  # bound labels: routes, statuses and paths are few
 log = structlog.get_logger(__name__)
 
 
@@ -31,19 +29,12 @@ class Accounts:
 
     def __init__(self, metrics: RouterMetrics, tell: Tell = tell_plainly) -> None:
         self._metrics, self._tell = metrics, tell
-        self._requests: dict[tuple[str, int, str], Counter] = {}
 
     def answered(self, exchange: Exchange) -> None:
         """Every request ends here, whatever it asked for."""
         route = exchange.route.path if exchange.route else "other"
         status = 499 if exchange.is_gone else exchange.status
-        key = route, status, exchange.path_label
-        found = self._requests.get(key)
-        if found is None:
-            found = self._metrics.requests.labels(route, str(status), exchange.path_label)
-            if len(self._requests) < _MOST:
-                self._requests[key] = found
-        found.inc()
+        self._metrics.requests.add(route, status, exchange.path_label)
         if exchange.error is not None:
             self._metrics.errors.labels(exchange.error.code).inc()
 

@@ -198,10 +198,14 @@ class Fleet:
 
     def praise(self, choice: Choice) -> None:
         """These have served a request."""
-        for each in (choice.prefill, choice.decode):
-            is_blamed = each is not None and each.breaker.faults
-            if each is not None and is_blamed and feed_breaker(each.breaker, Served()):
-                self._circuit_moved(each, "a request has gone well")
+        if choice.prefill is not None and choice.prefill.breaker.faults:
+            self._forgive(choice.prefill)
+        if choice.decode.breaker.faults:
+            self._forgive(choice.decode)
+
+    def _forgive(self, instance: Instance) -> None:
+        if feed_breaker(instance.breaker, Served()):
+            self._circuit_moved(instance, "a request has gone well")
 
     def end_pauses(self) -> None:
         """Canaries for those whose pause is over, or who are the last ones left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 from typing import Final, Protocol
 
@@ -133,12 +134,12 @@ class PlainJob:
         is_for_both = not self.stream and "stream_options" not in self.fields
         left_out = _STREAMING if side == "prefill" and not is_for_both else _NOTHING
         raw = self._without_stream() if left_out else self._raw
-        meet = _meeting(room, *where)
         if raw is not None and self._is_open:
-            body = b"%b,%b" % (raw[: raw.rindex(b"}")], meet[1:])
+            end = raw.rindex(b"}")
+            body = b'%b,"bootstrap_room":%d,%b}' % (raw[:end], room, _told(where))
         else:
-            kept = {k: v for k, v in self.fields.items() if k not in left_out}
-            body = _dumped(kept | json.loads(meet))
+            meet = json.loads(b'{"bootstrap_room":%d,%b}' % (room, _told(where)))
+            body = _dumped({k: v for k, v in self.fields.items() if k not in left_out} | meet)
         if is_for_both:
             self._for_both = body
         return body
@@ -165,10 +166,11 @@ class PlainJob:
         return None
 
 
-def _meeting(room: int, host: str, port: int) -> bytes:
-    """Where the legs of a plain request meet, as a JSON object."""
-    told = encode_basestring_ascii(host).encode()
-    return b'{"bootstrap_room":%d,"bootstrap_host":%b,"bootstrap_port":%d}' % (room, told, port)
+@lru_cache(64)
+def _told(where: tuple[str, int]) -> bytes:
+    """Where the legs of a plain request meet, as fields of a JSON object."""
+    host = encode_basestring_ascii(where[0]).encode()
+    return b'"bootstrap_host":%b,"bootstrap_port":%d' % (host, where[1])
 
 
 def _dumped(fields: Json) -> bytes:

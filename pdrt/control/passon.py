@@ -26,7 +26,6 @@ from pdrt.control.moving import Moving
 from pdrt.control.ticket import Client
 from pdrt.control.upstream import (
     MAX_ERROR_BYTES,
-    Body,
     Headers,
     failure_of,
     is_good,
@@ -53,20 +52,22 @@ class Way:
 
 class DecodeLeg:
     __slots__ = (
-        "_body",
         "_client",
         "_has_ended",
+        "_held",
         "_hold",
         "_instance",
         "_is_early",
         "_is_passing",
         "_is_resumed",
         "_is_stream",
+        "_limit",
         "_lost",
         "_merge",
         "_moving",
         "_owner",
         "_said",
+        "_size",
         "_task",
         "_waits_for_all",
         "call",
@@ -91,7 +92,8 @@ class DecodeLeg:
         self._lost: PdrtError | None = None  # what it ended with, to be said after what is held
         self._is_stream, self._is_early = way.is_stream, way.is_early
         self._is_passing = self._has_ended = self._waits_for_all = False
-        self._body = Body(0)  # what is held
+        self._held: list[bytes] = []
+        self._size = self._limit = 0  # of what is held
         self._said: Json = _NOTHING  # the whole answer, where prefill's part is put into it
         self._task: Task | None = None
         self.status = 0
@@ -117,13 +119,13 @@ class DecodeLeg:
         self.status, self.headers = status, headers
         length = int(headers.get(b"content-length", b"0"))
         if not is_good(status):
-            self._waits_for_all, self._body.limit = True, MAX_ERROR_BYTES
+            self._waits_for_all, self._limit = True, MAX_ERROR_BYTES
         elif self._merge is not None and not self._is_stream:
-            self._waits_for_all, self._body.limit = True, MERGED_ANSWER
+            self._waits_for_all, self._limit = True, MERGED_ANSWER
         elif not self._is_stream and length <= SHORT_ANSWER:
-            self._waits_for_all, self._body.limit = True, SHORT_ANSWER
+            self._waits_for_all, self._limit = True, SHORT_ANSWER
         else:
-            self._body.limit = 1 << 62  # it is paused once it has begun
+            self._limit = 1 << 62  # it is paused once it has begun
 
     def on_body(self, data: bytes) -> None:
         self._instance.signs += 1
@@ -143,10 +145,14 @@ class DecodeLeg:
         if self._is_passing:
             self._client.write(data)
             return
-        is_first = not self._body.size
-        if not self._body.take(data) and is_good(self.status):
-            self.lose(too_long(self._instance, self._body.limit))
-        elif is_first and not self._waits_for_all:
+        is_first = not self._size
+        self._size += len(data)
+        if self._size <= self._limit:
+            self._held.append(data)
+        elif is_good(self.status):
+            self.lose(too_long(self._instance, self._limit))
+            return
+        if is_first and not self._waits_for_all:
             self._answered()
 
     def on_end(self) -> None:
@@ -155,10 +161,10 @@ class DecodeLeg:
         if self._is_passing:
             self._finish()
         elif not is_good(self.status):
-            body = self._body.whole()
+            body = b"".join(self._held)
             failure = failure_of(self._instance, self.status, self.headers, body)
             self._owner.say(DecodeFailed(self.number, failure))
-        elif not self._body.size:
+        elif not self._size:
             self.lose(PeerLost(f"{self._instance.name} ended its answer before it began"))
         elif self._merge is not None and not self._is_stream:
             self._task = self._owner.spawn(self._read(self._merge), self._failed)
@@ -179,7 +185,7 @@ class DecodeLeg:
 
     def lose(self, error: PdrtError) -> None:
         """Nothing more comes. What was told and is held is passed on first."""
-        if self._moving is not None and self._body.size and not self._is_passing:
+        if self._moving is not None and self._size and not self._is_passing:
             self._lost = self._lost or error
             return
         self.cancel()
@@ -203,8 +209,8 @@ class DecodeLeg:
             self._task = self._owner.spawn(work(self._merge, path, told, room), self._failed)
 
     def _release(self) -> None:
-        self._client.write(self._body.whole())
-        self._body.clear()
+        held, self._held = self._held, []
+        self._client.write(held[0] if len(held) == 1 else b"".join(held))
         self._is_passing = True
         if self._lost is not None:
             self.lose(self._lost)
@@ -228,7 +234,7 @@ class DecodeLeg:
 
     async def _read(self, merge: Merge) -> Event:
         try:
-            self._said = await merge.read(self._body.whole())
+            self._said = await merge.read(b"".join(self._held))
         except PdrtError as error:
             return DecodeFailed(self.number, Failure.of(error, elsewhere=True))
         return AnsweredEarly(self.number)
@@ -243,6 +249,5 @@ class DecodeLeg:
         body = await asyncio.to_thread(merge.whole, told, self._said)
         headers = {**self.headers, b"content-length": b"%d" % len(body)}
         self._client.start(self.status, headers, path)
-        self._body = Body(len(body))
-        self._body.take(body)
+        self._held = [body]
         self._release()

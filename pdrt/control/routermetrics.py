@@ -6,7 +6,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from pdrt.control.tally import Times
+from pdrt.control.tally import Counts, Times
 
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -16,11 +16,11 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
+        self.requests = Counts(
             "pdrt_router_requests",
             "Requests by route, answered status and the path that served them",
             ("route", "status", "path"),
-            registry=self.registry,
+            self.registry,
         )
         self.errors = Counter(
             "pdrt_router_errors",

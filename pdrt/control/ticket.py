@@ -78,10 +78,10 @@ class Tools:
     max_moves: int = 0  # of one stream, each when its decode instance is lost
     move_s: float = 0.0  # how long an instance is looked for that goes on with it
     tracing: Tracing | None = None
+    is_plain: bool = field(init=False)
 
-    @property
-    def is_plain(self) -> bool:
-        return self.key is None
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_plain", self.key is None)
 
 
 @dataclass(slots=True)  # not frozen: each field of those costs a call

@@ -132,9 +132,6 @@ class Body:
         self.parts.append(data)
         return True
 
-    def clear(self) -> None:
-        self.parts, self.size = [], 0
-
     def whole(self) -> bytes:
         return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
 

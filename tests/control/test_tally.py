@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from pdrt.control.routermetrics import SECONDS
-from pdrt.control.tally import Times
+from pdrt.control.tally import Counts, Times
 
 
 def said(registry: CollectorRegistry) -> list[bytes]:
@@ -23,6 +23,17 @@ def test_a_scrape_reads_as_the_librarys_histogram(seconds: list[float]) -> None:
     for each in seconds:
         times.observe(each)
         histogram.observe(each)
+    assert said(ours) == said(theirs)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["/generate", "other"]), st.sampled_from([200, 404]))))
+def test_a_scrape_reads_as_the_librarys_counter(events: list[tuple[str, int]]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    counts = Counts("some", "Of something", ("route", "status"), ours)
+    counter = Counter("some", "Of something", ("route", "status"), registry=theirs)
+    for route, status in events:
+        counts.add(route, status)
+        counter.labels(route, str(status)).inc()
     assert said(ours) == said(theirs)
 
 
