@@ -70,13 +70,15 @@ class PrefillLeg:
     """`merge` is what needs to know what it tells of the prompt."""
 
     __slots__ = (
-        "_body",
         "_headers",
         "_hold",
         "_instance",
         "_is_plain",
+        "_limit",
         "_merge",
         "_owner",
+        "_said",
+        "_size",
         "_status",
         "_task",
         "call",
@@ -96,8 +98,9 @@ class PrefillLeg:
         self.number, self._owner, self._instance, self._hold = number, owner, instance, hold
         hold.on_lost = self._fail
         self._merge, self._is_plain = merge, is_plain
-        self._body = Body(PREFILL_ANSWER if merge is None else PREFILL_TELLS)
-        self._status = 0
+        self._limit = PREFILL_ANSWER if merge is None else PREFILL_TELLS
+        self._size = self._status = 0
+        self._said: list[bytes] = []
         self._headers: Headers = {}
         self._task: Task | None = None
         self.call: Call | None = None
@@ -111,12 +114,15 @@ class PrefillLeg:
 
     def on_body(self, data: bytes) -> None:
         self._instance.signs += 1
-        if not self._body.take(data) and is_good(self._status):
-            self._fail(too_long(self._instance, self._body.limit))
+        self._size += len(data)
+        if self._size <= self._limit:
+            self._said.append(data)
+        elif is_good(self._status):
+            self._fail(too_long(self._instance, self._limit))
 
     def on_end(self) -> None:
         self._hold.release()
-        body = self._body.whole()
+        body = b"".join(self._said)
         if not is_good(self._status):
             failure = failure_of(self._instance, self._status, self._headers, body)
             self._owner.say(PrefillFailed(self.number, failure))

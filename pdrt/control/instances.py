@@ -208,7 +208,7 @@ class Instance:
         on_lost: Callable[[PdrtError], None] = _nobody,
     ) -> Hold:
         """Count a leg here from now on."""
-        load, rank = self.load, self._rank(dp_rank)
+        load, rank = self.load, self._ranks.get(dp_rank) or self._rank(dp_rank)
         hold = Hold(self, rank, tokens, on_lost)
         load.take(tokens)
         rank.take(tokens)
