@@ -32,7 +32,7 @@ def settle() -> None:
 
 
 def settle_for_requests() -> None:
-    """And few looks at the young: nothing of a router's requests is left for them to find.
+    """And few looks at the young: next to nothing of a router's requests is left for them to find.
 
     What is in flight is young, and at Python's own count it is walked every eighteen requests.
     """

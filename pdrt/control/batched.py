@@ -22,7 +22,7 @@ from pdrt.control.order import Order
 from pdrt.control.reader import ClientGone, Reader
 from pdrt.control.relay import Relay
 from pdrt.control.ticket import Client, Ticket
-from pdrt.control.wire.exchange import NO_PATH, Exchange
+from pdrt.control.wire.exchange import NO_PATH, Exchange, frameless
 from pdrt.control.wire.reply import Fields
 from pdrt.errors import PdrtError
 
@@ -71,12 +71,13 @@ async def _carry(ticket: Ticket, reader: Reader, begin: Begin) -> Refusal | None
     try:
         relay = begin(ticket, part)
     except PdrtError as error:  # nobody is there to serve it
-        return Refusal(error)
+        return Refusal(frameless(error))
     part.on_flow = relay.flow
     try:
         await part.run()
     finally:
         relay.client_left()  # if this was cancelled; else it is over
+        part.on_flow = None  # the two hold each other
     return part.refusal
 
 

@@ -37,3 +37,30 @@ async def test_reference_counts_alone_free_a_request(*, is_stream: bool, is_good
             assert alive() == []
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"prompt": "hi", "model": "nobody's"}, 404),
+        ({"prompt": "hi", "no such field": 1}, 400),
+        ({"prompt": ["hi", "you", "there"]}, 200),
+    ],
+)
+async def test_and_one_that_is_refused_or_has_several_prompts(
+    body: dict[str, object], status: int
+) -> None:
+    async with rig() as r:
+        gc.collect()
+        gc.disable()
+        try:
+            choice = {"index": 0, "text": "x", "finish_reason": "length"}
+            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            r.decode[0].plays += [good({"choices": [choice], "usage": usage})] * 3
+            got = await r.send(body, path="/v1/completions")
+            assert got.status == status
+            await r.at_rest()
+            r.time.alarms.clear()
+            assert alive() == []
+        finally:
+            gc.enable()

@@ -126,7 +126,7 @@ class Exchange:
 
     def refuse(self, error: PdrtError, status: int = 0, headers: Fields = ()) -> None:
         """Answer with an error; `status` when it is not the error's own."""
-        self.error = error
+        self.error = frameless(error)
         reply = Reply.error(error, self.request.id, self.stage, status)
         named = {name for name, _ in headers}
         kept = tuple(each for each in reply.headers if each[0] not in named)
@@ -176,7 +176,7 @@ class Exchange:
         """An event stream ends with an error event; anything else by breaking the connection."""
         if self.is_over:
             return
-        self.error = error
+        self.error = frameless(error)
         if not self.is_events:
             self._end(is_whole=False)
             return
@@ -218,3 +218,9 @@ class Exchange:
         self.is_over = True
         self.on_gone = self.on_flow = None
         self._line.ended(self, is_whole=is_whole)
+
+
+def frameless(error: PdrtError) -> PdrtError:
+    """The same, whose way is over: frames that it went through would hold all of its request."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error
