@@ -213,15 +213,17 @@ def parse_object(body: bytes) -> Json:
         is_plain = body[:1] == b"{" and body[1:2] != b"\0"  # or another encoding is looked for
         text = body.decode() if is_plain else body.decode(json.detect_encoding(body))
         found = _found(text)
-        if "\\u" in text and _HALF_PAIR.search(
-            text
-        ):  # half a pair is no text: nothing could encode it later
+        if "\\u" in text and _HALF_PAIR.search(text):
+            # Half a pair is no text: nothing could encode it later.
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}"[:300]) from error
     if not isinstance(found, dict):
         raise BadRequest(f"the body must be a JSON object, not {type(found).__name__}")
     return found
+
+
+_BLANKS: Final = " \t\r\n"
 
 
 def _found(text: str) -> object:
@@ -232,7 +234,7 @@ def _found(text: str) -> object:
         found, end = _READ_QUICKLY(text)
     except ValueError:  # blanks before it, or no JSON: the other way tells where
         return _READ(text)
-    return found if end == len(text) else _READ(text)
+    return _READ(text) if text[end:].strip(_BLANKS) else found
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Json:
