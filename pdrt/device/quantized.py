@@ -39,6 +39,9 @@ class Room:
             self._memory = torch.empty(size, dtype=dtype, device=weight.device)
         return self._memory[:size].view(weight.shape).copy_(weight)
 
+    def empty(self) -> None:
+        self._memory = torch.empty(0)
+
 
 class QuantizedLinear:
     """As Linear: y = scale * (x W^T) + b, where W is int8 [out, in] and the scale float32 [out]."""
@@ -54,6 +57,10 @@ class QuantizedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         y = F.linear(x, self._room.widened(self.weight, x.dtype)).mul_(self.scale)
         return y if self.bias is None else y.add_(self.bias)
+
+    def let_go(self) -> None:
+        """Of the memory in which matrices are widened, until one is again."""
+        self._room.empty()
 
     @property
     def exact(self) -> Tensor:
