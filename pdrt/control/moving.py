@@ -127,11 +127,12 @@ class Mover:
             return event
         if not is_refusal:
             self._tried.clear()  # whom it was moved away from long ago may be well again
+            # A client hears within 2 s of a fault, however many refuse to go on after it; to
+            # notice a silent one took most of that.
+            wait = 0.0 if culprit.fell_silent else self._tools.move_s
+            self._until = self._tools.clocks.clock() + wait
         self._tried[culprit] = culprit.status
         self._lost = event
-        # A client hears within 2 s of a fault; to notice a silent one took most of that.
-        wait = 0.0 if culprit.fell_silent else self._tools.move_s
-        self._until = self._tools.clocks.clock() + wait
         return self._moved() or Stranded()
 
     def look(self, leg: int, say: Callable[[Event], None]) -> None:

@@ -218,6 +218,23 @@ async def test_it_does_not_wait_for_ever() -> None:
         await r.at_rest()
 
 
+async def test_nor_for_longer_when_one_that_came_back_refuses() -> None:
+    """The time is that since the loss, however often somebody seems to be there."""
+    async with rig(timeouts={"move_s": 1.5, "heartbeat_s": 3600.0}) as r:
+        answer = await stranded(r)
+        r.time.now += 1.4
+        r.decode[0].plays += [status(503)]
+        await r.find(r.decode[0])
+        await r.ready()
+        look_again(r)
+        await until(lambda: len(r.decode[0].seen) == 2)
+        await r.lose(r.decode[0])
+        r.time.now += 0.2
+        look_again(r)
+        await until(lambda: not r.router.relays)
+        assert b"event: error" in await answer.read()
+
+
 async def test_it_does_not_wait_after_one_that_fell_silent() -> None:
     """Its fault is two misses old by then, and the client is to hear within 2 s of it."""
     async with rig(timeouts={"move_s": 3600.0, "heartbeat_s": 3600.0}) as r:
