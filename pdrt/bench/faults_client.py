@@ -18,6 +18,7 @@ Json: TypeAlias = dict[str, Any]
 End: TypeAlias = Literal["whole", "cut", "reset", "silent", "refused", "left"]
 PATH: Final = "/v1/completions"
 _READ: Final = 1 << 16
+_LAST_CHUNK: Final = b"\r\n0\r\n\r\n"
 
 
 @dataclass(slots=True)
@@ -192,6 +193,17 @@ class Line:
             if status != 100:
                 break
         self.got.status, self.got.headers = status, headers
+
+    async def silence(self, for_s: float) -> float:
+        """Seconds of the longest pause, until a stream ends or for so long."""
+        longest, last = 0.0, time.monotonic()
+        until = last + for_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(for_s):
+                while not self._data.endswith(_LAST_CHUNK) and await self._more():
+                    longest, last = max(longest, time.monotonic() - last), time.monotonic()
+                return longest
+        return max(longest, until - last)
 
     async def another(self) -> Got:
         """The answer to what was sent behind the first request."""

@@ -21,7 +21,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from pdrt.bench.faults_client import Caller, Got
 from pdrt.bench.faults_rows import OneRow
-from pdrt.bench.faults_verdict import Want
+from pdrt.bench.faults_verdict import BOUND_S, Want
 from pdrt.config import PortsSection
 from pdrt.device.poolsize import host_bytes
 from pdrt.errors import PeerLost, Unavailable
@@ -191,7 +191,7 @@ def real_rows() -> Iterator[Real]:
         yield OneRow(f"decode {how} while it waits", _struck("decode", number), lost)
         yield OneRow(f"decode {how} in mid-stream", _struck_in_stream(number), told)
     yield OneRow("prefill's worker killed", _worker_killed("prefill"), lost)
-    yield OneRow("decode's worker killed in mid-stream", _worker_killed_in_stream, told)
+    yield OneRow("decode's worker killed in mid-stream", _worker_killed_in_stream, left)
     for stream, kind in ((True, "stream"), (False, "json")):
         yield OneRow(f"gone while prefill computes, {kind}", _left_prefilling(stream), left)
     yield OneRow("gone in mid-stream", _left_decoding, left)
@@ -251,12 +251,17 @@ def _worker_killed(who: Who) -> RealAct:
 
 
 async def _worker_killed_in_stream(ground: RealGround) -> Got:
+    """It is started again: the stream goes on then, or its client hears that it does not."""
     worker = await ground.worker("decode")
     async with ground.caller.line() as line:
         await line.say(_ask(ground, stream=True, prompt=[1] * 8))
         await line.events(5)
         os.kill(worker, signal.SIGKILL)
-        return await line.converse()
+        paused = await line.silence(2 * BOUND_S)
+        if paused > BOUND_S:
+            line.got.problem = f"silent for {paused:.1f} s, wanted a word within {BOUND_S:g} s"
+        line.got.end, line.got.total_s = "left", paused
+        return line.got
 
 
 def _left_prefilling(stream: bool) -> RealAct:

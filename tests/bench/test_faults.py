@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from pdrt.bench.backend import Backend, Play
 from pdrt.bench.faults import ports_of, started, tried
-from pdrt.bench.faults_client import Caller, Got, dechunked, parsed_head
+from pdrt.bench.faults_client import Caller, Got, Line, dechunked, parsed_head
 from pdrt.bench.faults_ground import Ground, scripted
 from pdrt.bench.faults_real import Real, RealGround, real_rows, real_started
 from pdrt.bench.faults_rows import Row, rows
@@ -258,3 +258,30 @@ async def ground_of_nobody() -> AsyncIterator[Ground]:
     async with scripted() as (prefill, decode):
         yield Ground(Caller("127.0.0.1", backend.port, 2.0), prefill, decode)
     backend.refuse()
+
+
+@pytest.mark.parametrize(
+    ("pauses", "ends", "paused"), [((0.0, 0.3, 0.0), True, 0.3), ((0.0,), False, 0.5)]
+)
+async def test_the_longest_silence_of_a_stream_is_told(
+    pauses: tuple[float, ...], ends: bool, paused: float
+) -> None:
+    """Within so long, whether it ends then or not."""
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for pause in pauses:
+            await asyncio.sleep(pause)
+            writer.write(b"1\r\nx\r\n")
+        if ends:
+            writer.write(b"0\r\n\r\n")
+        await reader.read()  # until the client has left
+        writer.close()
+
+    server = await asyncio.start_server(speak, "127.0.0.1")
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        found = await Line(reader, writer, 5.0).silence(0.5)
+        writer.close()
+        await writer.wait_closed()
+    assert paused - 0.05 <= found < paused + 0.2
