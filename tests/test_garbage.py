@@ -60,3 +60,15 @@ def test_no_full_collection_begins_by_itself_once_a_worker_is_ready() -> None:
         gc.callbacks.pop()
     assert set(began) == {0, 1}
     assert len(kept) == 100_000
+
+
+@pytest.mark.usefixtures("_as_it_was")
+async def test_a_router_looks_at_the_young_seldom_and_still_frees_knots() -> None:
+    """Requests leave none, but whoever does is found without being asked for."""
+    before, gone = gc.get_threshold()[0], asyncio.Event()
+    garbage.settle_for_requests()
+    assert gc.get_threshold()[0] > 10 * before
+    Knot(gone)
+    kept: list[list[int]] = [[] for _ in range(2 * gc.get_threshold()[0])]
+    assert kept
+    assert gone.is_set()

@@ -194,13 +194,18 @@ class Line:
                 break
         self.got.status, self.got.headers = status, headers
 
+    @property
+    def is_over(self) -> bool:
+        """Whether a stream has said its last, or its connection has ended."""
+        return self._data.endswith(_LAST_CHUNK) or self.reader.at_eof()
+
     async def silence(self, for_s: float) -> float:
         """Seconds of the longest pause, until a stream ends or for so long."""
         longest, last = 0.0, time.monotonic()
         until = last + for_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(for_s):
-                while not self._data.endswith(_LAST_CHUNK) and await self._more():
+                while not self.is_over and await self._more():
                     longest, last = max(longest, time.monotonic() - last), time.monotonic()
                 return longest
         return max(longest, until - last)

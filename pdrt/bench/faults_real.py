@@ -191,7 +191,7 @@ def real_rows() -> Iterator[Real]:
         yield OneRow(f"decode {how} while it waits", _struck("decode", number), lost)
         yield OneRow(f"decode {how} in mid-stream", _struck_in_stream(number), told)
     yield OneRow("prefill's worker killed", _worker_killed("prefill"), lost)
-    yield OneRow("decode's worker killed in mid-stream", _worker_killed_in_stream, left)
+    yield OneRow("decode's worker killed in mid-stream", _worker_killed_in_stream, told)
     for stream, kind in ((True, "stream"), (False, "json")):
         yield OneRow(f"gone while prefill computes, {kind}", _left_prefilling(stream), left)
     yield OneRow("gone in mid-stream", _left_decoding, left)
@@ -258,10 +258,11 @@ async def _worker_killed_in_stream(ground: RealGround) -> Got:
         await line.events(5)
         os.kill(worker, signal.SIGKILL)
         paused = await line.silence(2 * BOUND_S)
+        got = await line.converse() if line.is_over else Got(end="left")
+        got.total_s = paused
         if paused > BOUND_S:
-            line.got.problem = f"silent for {paused:.1f} s, wanted a word within {BOUND_S:g} s"
-        line.got.end, line.got.total_s = "left", paused
-        return line.got
+            got.problem = f"silent for {paused:.1f} s, wanted a word within {BOUND_S:g} s"
+        return got
 
 
 def _left_prefilling(stream: bool) -> RealAct:

@@ -58,7 +58,8 @@ class Outcome:
 
 def broken(want: Want, outcome: Outcome, limits: Limits) -> list[str]:
     """The bounds that were not kept, in words."""
-    found = list(_answer(want, outcome.got, limits)) if want.ends != "left" else []
+    has_left = "left" in (want.ends, outcome.got.end)  # then nothing is known of its end
+    found = [] if has_left else list(_answer(want, outcome.got, limits))
     found += [outcome.got.problem] if outcome.got.problem else []
     released = outcome.released_s
     if released is None or released > BOUND_S:

@@ -225,8 +225,7 @@ class Router:
             entry.leave()
         if exchange.is_admitted:
             self.admitted -= 1
-            if self.draining:
-                self._look_idle()
+            self._look_idle()
         self.screen.went(exchange)
         self.accounts.answered(exchange)
 

@@ -194,8 +194,17 @@ class Scheduler:
             batch.fill([r for r in granted if r.state is State.RUNNING][:seats])
         retracted, moves = len(fitting.retract), book.host.pop_moves()
         steps, cohort = batch.steps, book.cohort
-        told = (len(granted), retracted, expired, moves, len(cohort.members), cohort.context)
-        return book.opened(Plan(steps, *told))
+        return book.opened(
+            Plan(
+                steps,
+                granted=len(granted),
+                retracted=retracted,
+                expired=expired,
+                moves=moves,
+                steady=len(cohort.members),
+                context=cohort.context,
+            )
+        )
 
     def _cohort_of(self, batch: Sequence[Request]) -> Cohort | None:
         """Who counts those that are steady; nobody where some of them are not in the batch."""

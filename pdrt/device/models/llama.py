@@ -97,6 +97,18 @@ class Llama:
             return self._looped.judge(hidden)
         return self._vocabulary.logits(self._normed(hidden, self._norm), group)
 
+    def disagreement(self, dtype: torch.dtype) -> str | None:
+        """Where its first layer is another one in the loops than in torch; the dtype is KV's."""
+        if self._looped is None:
+            return None
+        parts = Shard(replace(self.spec, layers=1)), self._vocabulary, self._layers[:1], self._norm
+        ours, torchs = Llama(*parts, self._looped.first_layer(parts[0].spec)), Llama(*parts)
+        layout = parts[0].layout(_TRIAL_BLOCK, "float32" if dtype is torch.float32 else "bfloat16")
+        found = disagreement(ours, torchs, layout, self.spec.vocab)
+        if isinstance(self._vocabulary.head, QuantizedLinear):
+            self._vocabulary.head.let_go()  # the loops never widen the head, the largest matrix
+        return found
+
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.spec.rms_norm_eps)
 
@@ -120,19 +132,12 @@ def load(
     layers = [_layer(shard, read, i) for i in range(spec.layers)]
     norm = read.tensor("model.norm.weight", spec.hidden)
     weights.finish()
-    found = looped(shard, layers, norm, words.head, dtype, kernels, weights.progress)
-    if found is not None:
-        first = Shard(replace(spec, layers=1))
-        torchs = Llama(first, words, layers[:1], norm)
-        ours = Llama(first, words, layers[:1], norm, found.first_layer(first.spec))
-        layout = first.layout(_TRIAL_BLOCK, "float32" if dtype is torch.float32 else "bfloat16")
-        wrong = disagreement(ours, torchs, layout, spec.vocab)
-        if isinstance(words.head, QuantizedLinear):
-            words.head.let_go()  # the loops never widen the head, which is the largest
-        if wrong:
-            are_wrong(kernels, wrong)
-            found = None
-    return Llama(shard, words, layers, norm, found)
+    loops = looped(shard, layers, norm, words.head, dtype, kernels, weights.progress)
+    model = Llama(shard, words, layers, norm, loops)
+    if wrong := model.disagreement(dtype):
+        are_wrong(kernels, wrong)
+        return Llama(shard, words, layers, norm)
+    return model
 
 
 def _layer(shard: Shard, read: Reader, number: int) -> Layer:
