@@ -51,6 +51,9 @@ class NoReader:
     def write(self, chunk: bytes) -> None:
         pass
 
+    def pass_on(self, chunk: bytes) -> bool:
+        return False
+
     def finish(self) -> None:
         pass
 

@@ -155,6 +155,11 @@ class DecodeLeg:
         if is_first and not self._waits_for_all:
             self._answered()
 
+    def _pass_on(self, chunk: bytes) -> bool:
+        """As it travels: most of a stream needs no reading."""
+        self._instance.signs += 1
+        return self._client.pass_on(chunk)
+
     def on_end(self) -> None:
         self._has_ended = True
         self._hold.release()
@@ -217,6 +222,8 @@ class DecodeLeg:
         elif self._has_ended:
             self._finish()
         else:
+            if self.call is not None and self._is_stream and self._moving is None:
+                self.call.on_chunk = self._pass_on
             self.flow(is_full=self._client.is_full)
 
     def _finish(self) -> None:

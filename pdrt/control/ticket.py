@@ -36,6 +36,10 @@ class Client(Protocol):
 
     def write(self, chunk: bytes) -> None: ...
 
+    def pass_on(self, chunk: bytes) -> bool:
+        """Send a chunk as it has travelled here; False where it must be unpacked and written."""
+        ...
+
     def finish(self) -> None: ...
 
     def break_off(self, error: PdrtError) -> None:

@@ -439,3 +439,23 @@ async def test_a_lost_plain_prefill_is_replaced_with_both_legs_anew() -> None:
         assert (await r.send()).status == 200
         assert not r.decode[0].seen_rebinds
         assert r.decode[0].seen[-1].room == r.prefill[1].seen[0].room
+
+
+@pytest.mark.parametrize("last", [b"data: 2\n\n", b"data: {half", b"data: {half\n"])
+async def test_a_plain_stream_that_is_passed_on_unread_ends_with_an_event_of_its_own(
+    last: bytes,
+) -> None:
+    came = asyncio.Event(), asyncio.Event()
+    told = b"data: 0\n\n", b"data: 1\n\n", last
+    async with rig(policy={"backends": "plain"}) as r:
+        r.decode[0].plays.append(stream(told[0], came[0], told[1], came[1], last, ending="die"))
+        body = {"prompt": "hi", "stream": True}
+        async with r.session.post(r.url + "/generate", json=body) as answer:
+            for chunk, event in zip(told, came, strict=False):
+                assert await answer.content.readexactly(len(chunk)) == chunk
+                event.set()
+            rest = await answer.content.read()
+        gap = b"" if last.endswith(b"\n\n") else b"\n\n"
+        assert rest.startswith(last + gap + b"event: error\ndata: {")
+        assert rest.endswith(b"\n\n")
+        await r.at_rest()

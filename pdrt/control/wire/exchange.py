@@ -13,6 +13,7 @@ from typing import Final, Protocol, TypeAlias
 
 from pdrt.control.http import PATH_HEADER
 from pdrt.control.sse import END, TYPE, error_event
+from pdrt.control.wire.chunks import end_of_data
 from pdrt.control.wire.reply import Fields, Reply, lines, status_line
 from pdrt.control.wire.request import Request
 from pdrt.errors import PdrtError
@@ -103,7 +104,7 @@ class Exchange:
         self.on_piece: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._is_chunked = False
-        self._last = END  # the last chunk
+        self._last = END  # the end of what was written
         self._head = b""  # not sent yet
 
     @property
@@ -163,6 +164,16 @@ class Exchange:
         self._last = chunk
         if self.on_piece is not None and self.is_events:
             self.on_piece()
+
+    def pass_on(self, chunk: bytes) -> bool:
+        """Send a chunk of a stream as it has travelled here; False where it must be `write`."""
+        if self._head or self.is_over or not (self._is_chunked and self.is_events):
+            return False
+        self._line.send_now(chunk)
+        self._last = end_of_data(chunk)
+        if self.on_piece is not None:
+            self.on_piece()
+        return True
 
     def finish(self) -> None:
         if self.is_over:
