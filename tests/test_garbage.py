@@ -11,7 +11,6 @@ import pytest
 
 from pdrt import garbage
 
-
 DEFAULT = (700, 10, 10)  # Python's own thresholds
 
 
