@@ -4,8 +4,8 @@
 
 `node` is ready when asked a few times, so that its loading is seen, and ends on SIGTERM;
 `router` is no different; `refusing` is never ready, `deaf` ignores SIGTERM, `broken` says why it
-cannot start and exits 3, and any of them dies on GET /die and changes its mind about being ready
-on GET /turn.
+cannot start and exits 3, `shm` says what carries KV to it, and any of them dies on GET /die and
+changes its mind about being ready on GET /turn.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ LOADING = {"rank": "0,0,0", "state": "loading", "loading": ["weights", 1, 4]}
 
 class Handler(BaseHTTPRequestHandler):
     asked = 0
+    is_told = False  # what carries KV to it
     is_well = True
 
     def do_GET(self) -> None:
@@ -37,6 +38,8 @@ class Handler(BaseHTTPRequestHandler):
         state: dict[str, object] = (
             {"state": "ready", "load": LOAD} if is_ready else {"workers": [LOADING]}
         )
+        if Handler.is_told and is_ready:
+            state["workers"] = [{"state": "ready", "transports": {"a#1": "shm, 3.2 GB/s"}}]
         state["reason"] = "no healthy decode instance"
         body = json.dumps(state).encode()
         self.send_response(200 if is_ready or self.path != "/ready" else 503)
@@ -61,6 +64,7 @@ def say(**told: object) -> None:
 def main(behaviour: str, host: str, port: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" else leave)
     Handler.is_well = behaviour != "refusing"
+    Handler.is_told = behaviour == "shm"
     if behaviour == "broken":
         say(event="cannot start", error="no such model")
         sys.exit(3)

@@ -27,7 +27,7 @@ from pdrt.keys import ClusterKey
 from pdrt.up.layout import Machine, Part, Shape, Wanted, child_environment, lay_out
 from pdrt.up.place import check_free, free_port, new_key
 from pdrt.up.processes import Child
-from pdrt.up.screen import Loaded, Screen, read_loaded, readable, status_line
+from pdrt.up.screen import Loaded, Screen, read_loaded, read_ways, readable, status_line
 from pdrt.up.shell import Asked, Cluster, Patience
 
 FAKE = Path(__file__).with_name("fake_parts.py")
@@ -265,6 +265,14 @@ def test_the_status_line_says_how_loaded_who_is() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "workers",
+    [None, 7, [None, 7, {}], [{"transports": ["tcp"]}], [{"transports": {"a": None, "b": 3}}]],
+)
+def test_a_status_that_tells_no_ways_of_kv_is_no_fault(workers: object) -> None:
+    assert read_ways({"workers": workers}) == set()
+
+
 # The whole, with processes that only pretend.
 
 
@@ -338,6 +346,12 @@ async def test_the_ready_lines_say_how_large_an_instance_is_and_how_kv_moves(rig
     assert "/v1 (KV moves by tcp)" in rig.said
     assert f"prefill 0 at {rig.parts[0].url}, decode 0 at" in rig.said
     assert f"{rig.parts[1].url} (tp 2, dp 2); logs in" in rig.said
+
+
+async def test_the_ready_line_names_what_carries_kv_where_nobody_chose(rig: Rig) -> None:
+    rig.behaviours = {"decode 0": "shm"}
+    await rig.serve(leave)
+    assert "/v1 (KV moves by shm, 3.2 GB/s)" in rig.said
 
 
 async def test_a_signal_drains_and_exits_zero(rig: Rig) -> None:

@@ -49,6 +49,17 @@ def _one_loaded(worker: object) -> Loaded | None:
             return None
 
 
+def read_ways(status: Mapping[str, object]) -> set[str]:
+    """What carries KV to a leader's workers, as it says: "tcp, 2.4 GB/s"; never raises."""
+    workers = status.get("workers")
+    told = [
+        ways
+        for worker in (workers if isinstance(workers, list) else ())
+        if isinstance(worker, Mapping) and isinstance(ways := worker.get("transports"), Mapping)
+    ]
+    return {way for ways in told for way in ways.values() if isinstance(way, str)}
+
+
 def readable(line: str) -> str:
     """A log line as a person reads it: the event, then what belongs to it."""
     try:

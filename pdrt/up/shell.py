@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -30,7 +30,7 @@ from pdrt.keys import ClusterKey
 from pdrt.up.layout import Machine, Part, Wanted, child_environment, lay_out
 from pdrt.up.place import check_free, free_port, new_key
 from pdrt.up.processes import Child, command, end
-from pdrt.up.screen import Screen, read_loaded, readable, status_line
+from pdrt.up.screen import Screen, read_loaded, read_ways, readable, status_line
 
 _PREFIX: Final = "pdrt-up-"
 _LOOK_S: Final = 0.1
@@ -104,7 +104,7 @@ class Cluster:
         try:
             await self._start()
             if await self._becomes_ready(asked, patience):
-                self._tell_ready()
+                await self._tell_ready()
                 if meanwhile is None:
                     await self._watch(asked)
                 else:
@@ -169,12 +169,16 @@ class Cluster:
                 if status.get("state") == "ready":
                     self._screen.is_ready(part)
 
-    def _tell_ready(self) -> None:
+    async def _tell_ready(self) -> None:
+        async with self._session() as session:
+            statuses = await self._statuses(session, self.children)
         for part in self._parts:
             self._screen.is_ready(part)
         self._screen.rest()
         nodes = ", ".join(map(_described, self._parts[:-1]))
-        self._screen.say(f"ready: {self._router.url}/v1{_way(self._parts)}", "bold green")
+        self._screen.say(
+            f"ready: {self._router.url}/v1{_way(self._parts, statuses.values())}", "bold green"
+        )
         self._screen.say(f"{nodes}; logs in {self._folder}", "dim")
 
     async def _watch(self, asked: Asked) -> None:
@@ -265,10 +269,13 @@ def _described(part: Part) -> str:
     return f"{part.name} at {part.url}{shape}"
 
 
-def _way(parts: Sequence[Part]) -> str:
-    """How KV moves, where it does."""
+def _way(parts: Sequence[Part], statuses: Iterable[Mapping[str, Any] | None]) -> str:
+    """How KV moves, where it does: as those say who get it, else as it was asked for."""
     transfers = [part.tables.get("transfer", {}) for part in parts if part.role == "prefill"]
-    return f" (KV moves by {transfers[0].get('transport', 'auto')})" if transfers else ""
+    if not transfers:
+        return ""
+    told = {way for status in statuses if status for way in read_ways(status)}
+    return f" (KV moves by {'; '.join(sorted(told)) or transfers[0].get('transport', 'auto')})"
 
 
 async def _is_ready(session: ClientSession, url: str) -> bool:
