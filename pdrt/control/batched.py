@@ -108,9 +108,6 @@ class Part:
         if self.is_full and self.on_flow is not None:
             self.on_flow(True)
 
-    def pass_on(self, chunk: bytes) -> bool:
-        return False
-
     def finish(self) -> None:
         self._put(self._reader.finish, None)
 

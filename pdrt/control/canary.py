@@ -51,9 +51,6 @@ class NoReader:
     def write(self, chunk: bytes) -> None:
         pass
 
-    def pass_on(self, chunk: bytes) -> bool:
-        return False
-
     def finish(self) -> None:
         pass
 

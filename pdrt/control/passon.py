@@ -23,7 +23,7 @@ from pdrt.control.legs import (
 )
 from pdrt.control.merge import MERGED_ANSWER, Merge
 from pdrt.control.moving import Moving
-from pdrt.control.ticket import Client
+from pdrt.control.ticket import Client, PassOn
 from pdrt.control.upstream import (
     MAX_ERROR_BYTES,
     Headers,
@@ -66,6 +66,7 @@ class DecodeLeg:
         "_merge",
         "_moving",
         "_owner",
+        "_pass_on",
         "_said",
         "_size",
         "_task",
@@ -96,6 +97,7 @@ class DecodeLeg:
         self._size = self._limit = 0  # of what is held
         self._said: Json = _NOTHING  # the whole answer, where prefill's part is put into it
         self._task: Task | None = None
+        self._pass_on: PassOn | None = None
         self.status = 0
         self.headers: Headers = {}
         self.call: Call | None = None
@@ -134,6 +136,12 @@ class DecodeLeg:
         else:
             self._take(data)
 
+    def _on_chunk(self, chunk: bytes) -> None:
+        """Most of a stream needs no reading."""
+        self._instance.signs += 1
+        if self._pass_on is not None:
+            self._pass_on(chunk)
+
     def _hear(self, moving: Moving, data: bytes) -> None:
         """Whole events only, and what the stream says of its own end is not for the client."""
         if told := moving.take(data):
@@ -154,11 +162,6 @@ class DecodeLeg:
             return
         if is_first and not self._waits_for_all:
             self._answered()
-
-    def _pass_on(self, chunk: bytes) -> bool:
-        """As it travels: most of a stream needs no reading."""
-        self._instance.signs += 1
-        return self._client.pass_on(chunk)
 
     def on_end(self) -> None:
         self._has_ended = True
@@ -207,7 +210,7 @@ class DecodeLeg:
     def go(self, path: str, told: Json, room: int) -> None:
         """Pass on what is here and what comes; `told` is what prefill said, for the merge."""
         if self._merge is None:
-            self._client.start(self.status, self.headers, path)
+            self._pass_on = self._client.start(self.status, self.headers, path)
             self._release()
         else:
             work = self._open_merged if self._is_stream else self._give_merged
@@ -222,8 +225,8 @@ class DecodeLeg:
         elif self._has_ended:
             self._finish()
         else:
-            if self.call is not None and self._is_stream and self._moving is None:
-                self.call.on_chunk = self._pass_on
+            if self._pass_on is not None and self._moving is None and self.call is not None:
+                self.call.pass_chunks(self._on_chunk)
             self.flow(is_full=self._client.is_full)
 
     def _finish(self) -> None:
@@ -248,7 +251,7 @@ class DecodeLeg:
 
     async def _open_merged(self, merge: Merge, path: str, told: Json, room: int) -> None:
         opening = await asyncio.to_thread(merge.opening, told, room)
-        self._client.start(self.status, self.headers, path)
+        self._pass_on = self._client.start(self.status, self.headers, path)
         self._client.write(opening)
         self._release()
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from pdrt.control.fleet import Fleet
 from pdrt.control.instances import Instance
@@ -19,6 +19,8 @@ from pdrt.control.wire.reply import Fields
 from pdrt.errors import PdrtError
 from pdrt.keys import ClusterKey
 
+PassOn: TypeAlias = Callable[[bytes], None]
+
 
 class Client(Protocol):
     """Who reads the answer. Whatever is said after the end goes nowhere."""
@@ -30,16 +32,12 @@ class Client(Protocol):
         """Whether it reads slower than it is written to."""
         ...
 
-    def start(self, status: int, headers: Mapping[bytes, bytes], path: str) -> None:
-        """`headers` are the leader's; `path` is for x-pd-path."""
+    def start(self, status: int, headers: Mapping[bytes, bytes], path: str) -> PassOn | None:
+        """`headers` are the leader's; `path` is for x-pd-path. What takes chunks as they travel,
+        where they may be passed on so."""
         ...
 
     def write(self, chunk: bytes) -> None: ...
-
-    def pass_on(self, chunk: bytes) -> bool:
-        """Send a chunk as it has travelled here; False where it must be unpacked and written."""
-        ...
-
     def finish(self) -> None: ...
 
     def break_off(self, error: PdrtError) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,7 +27,7 @@ def chunk(data: bytes, way: int = 0) -> bytes:
     return b"%b\r\n%b\r\n" % (size, data)
 
 
-@pytest.mark.parametrize("size", [2, 9, 10, 14, 15, 16, 200, 255, 256, 4087])
+@pytest.mark.parametrize("size", [2, 9, 10, 14, 15, 16, 200, 255, 256, 2040])
 def test_a_chunk_is_known_by_its_length(size: int) -> None:
     whole = chunk(b"z" * (size - 2) + b"ab")
     assert is_one_chunk(whole)
@@ -32,7 +35,16 @@ def test_a_chunk_is_known_by_its_length(size: int) -> None:
     assert not is_one_chunk(whole[:-1])
     assert not is_one_chunk(whole[1:])
     assert not is_one_chunk(whole + whole)
+    assert not is_one_chunk(whole.replace(b"ab", b"b"))
+    assert not is_one_chunk(whole.replace(b"ab", b"abc"))
     assert not is_one_chunk(whole[:-2] + b"xx")
+
+
+@pytest.mark.parametrize("begin", [b"\n", b"0", b"\r\n", b"-1", b"zz"])
+@pytest.mark.parametrize("length", [*range(30), *range(255, 270)])
+def test_no_length_makes_a_chunk_of_what_does_not_begin_as_one(length: int, begin: bytes) -> None:
+    assert not is_one_chunk(begin + b"\r\n" + b"x" * length + b"\r\n")
+    assert not is_one_chunk(begin + b"x" * length + b"\r\n")
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"0\r\n\r\n", b"1\r\nx\r\n", chunk(b"z" * 5000)])
@@ -55,12 +67,11 @@ class Told:
     def on_body(self, data: bytes) -> None:
         self.body += data
 
-    def on_chunk(self, chunk: bytes) -> bool:
+    def on_chunk(self, chunk: bytes) -> None:
         size, _, rest = chunk.partition(b"\r\n")
         assert len(rest) == int(size, 16) + 2
         self.body += rest[:-2]
         self.passed += 1
-        return True
 
     def on_end(self) -> None:
         self.ends += 1
@@ -92,17 +103,19 @@ class Wire:
     def is_closing(self) -> bool:
         return False
 
-    def get_extra_info(self, _name: str) -> None:
-        return None
+    def get_extra_info(self, _name: str) -> Wire:
+        return self
+
+    setsockopt = ignore
 
 
 def answered(pieces: list[bytes], *, offered: bool = True) -> Told:
     told, wire = Told(), Wire()
     connection, call = Connection(cast("Pool", wire)), Call(told)
-    connection.connection_made(cast("object", wire))  # type: ignore[arg-type]
+    connection.connection_made(cast("asyncio.BaseTransport", wire))
     connection.send(call, b"", b"")
     if offered:
-        call.on_chunk = told.on_chunk
+        call.pass_chunks(told.on_chunk)
     for piece in pieces:
         connection.data_received(piece)
     return told
@@ -158,6 +171,57 @@ def test_chunks_that_come_one_by_one_are_passed_on_unread_but_for_the_first() ->
     assert told.passed == 4
     assert told.body == b"".join(b"data: %d\n\n" % number for number in range(5))
     assert not answered(pieces, offered=False).passed
+
+
+@given(
+    chunks=st.lists(DATA, min_size=1, max_size=6),
+    wrong=st.sampled_from([b"", b"\n", b"\r\n", b"0", b"x", b"\n\r\n", b"\n0\r\n\r\n"]),
+    draw=st.data(),
+)
+def test_what_went_wrong_on_the_way_is_told_alike_with_and_without_passing_on(
+    chunks: list[bytes], wrong: bytes, draw: st.DataObject
+) -> None:
+    wire = b"".join(map(chunk, chunks)) + b"0\r\n\r\n"
+    at = draw.draw(st.integers(0, len(wire)))
+    cut = draw.draw(st.integers(0, 4))
+    wire = wire[:at] + wrong + wire[at + cut :]
+    cuts = draw.draw(st.sets(st.integers(0, len(wire))))
+    ends = sorted({0, at, at + len(wrong), *cuts, len(wire)})
+    pieces = [HEAD, *(piece for one, other in pairwise(ends) if (piece := wire[one:other]))]
+    passed, read = answered(pieces), answered(pieces, offered=False)
+    assert (passed.body, passed.ends) == (read.body, read.ends)
+    assert [each.what for each in passed.lost] == [each.what for each in read.lost]
+
+
+def test_the_next_answer_on_a_connection_begins_with_nothing_passed() -> None:
+    connection = Connection(cast("Pool", Wire()))
+    connection.connection_made(cast("asyncio.BaseTransport", Wire()))
+    whole = [HEAD + chunk(b"a"), chunk(b"bc"), b"0\r\n\r\n"]
+    for pieces, ends in (whole, 1), (whole, 1), ([chunk(b"no head has come")], 0):
+        told = Told()
+        call = Call(told)
+        connection.send(call, b"", b"")
+        call.pass_chunks(told.on_chunk)
+        for piece in pieces:
+            connection.data_received(piece)
+        assert (told.passed, told.ends, bool(told.lost)) == (ends, ends, not ends)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an option of Linux")
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_chunks_that_are_expected_are_acknowledged_with_others(
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[object, ...]] = []
+
+    def note(_wire: Wire, *option: object) -> None:
+        said.append(option)
+        if is_lost:
+            raise OSError("bad file descriptor")
+
+    monkeypatch.setattr(Wire, "setsockopt", note)
+    answered([HEAD])
+    assert said == [(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)]
 
 
 def test_what_is_no_chunk_where_one_must_begin_is_told() -> None:

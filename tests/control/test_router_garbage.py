@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 
 import pytest
@@ -35,6 +36,25 @@ async def test_reference_counts_alone_free_a_request(*, is_stream: bool, is_good
             await r.send(stream=is_stream)
             await r.at_rest()
             r.time.alarms.clear()  # which keep what would ring
+            assert alive() == []
+        finally:
+            gc.enable()
+
+
+async def test_and_a_plain_stream_whose_chunks_are_passed_on_unread() -> None:
+    async with rig(policy={"backends": "plain"}) as r:
+        came = asyncio.Event()
+        gc.collect()
+        gc.disable()
+        try:
+            r.decode[0].plays.append(stream(b"data: 1\n\n", came, b"data: 2\n\n"))
+            body = {"prompt": "hi", "stream": True}
+            async with r.session.post(r.url + "/generate", json=body) as answer:
+                await answer.content.readexactly(9)
+                came.set()
+                await answer.read()
+            await r.at_rest()
+            r.time.alarms.clear()
             assert alive() == []
         finally:
             gc.enable()

@@ -5,33 +5,30 @@ from __future__ import annotations
 from typing import Final
 
 CRLF: Final = b"\r\n"
-_MOST: Final = 4096  # bytes: an event of a stream is a few hundred
-_NEVER: Final = b"\n"  # no chunk begins so
-
-
-def _beginnings() -> tuple[bytes, ...]:
-    """By its length as it travels, what a chunk of two bytes or more begins with."""
-    found = [_NEVER] * _MOST
-    for size in range(2, _MOST):
-        begins = b"%x\r\n" % size
-        length = len(begins) + size + len(CRLF)
-        if length < _MOST:
-            found[length] = begins
-    return tuple(found)
-
-
-_BEGINNINGS: Final = _beginnings()
+_MOST: Final = 2048  # bytes: an event of a stream has a few hundred
+_SHORTEST: Final = 7  # two bytes of data
 
 
 def is_one_chunk(data: bytes) -> bool:
-    """Whether this, where a chunk may begin, is a whole one and nothing beside it.
+    """Whether this, where a chunk may begin, is a whole one of two bytes or more and nothing else.
 
-    Not every chunk is known by its length: a parser reads long ones and oddly written ones.
+    Not every chunk is recognized: a parser reads long ones and oddly written ones.
     """
     length = len(data)
-    return length < _MOST and data.startswith(_BEGINNINGS[length]) and data.endswith(CRLF)
+    return (
+        _SHORTEST <= length < _MOST and data.startswith(_BEGINNINGS[length]) and data.endswith(CRLF)
+    )
 
 
 def end_of_data(chunk: bytes) -> bytes:
-    """The last two bytes of what is in a chunk that `is_one_chunk` has found."""
+    """The last two bytes of what is in a chunk that `is_one_chunk` has recognized."""
     return chunk[-4:-2]
+
+
+def _beginning(length: int) -> bytes:
+    """What a chunk of so many bytes, with all that is around its data, begins with."""
+    digits = 1 if length < 21 else 2 if length < 263 else 3  # 21: "0f", CRLF, 15 bytes, CRLF
+    return b"%0*x\r\n" % (digits, max(0, length - digits - 2 * len(CRLF)))
+
+
+_BEGINNINGS: Final = tuple(map(_beginning, range(_MOST)))  # by length: formatting costs four times

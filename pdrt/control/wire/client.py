@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
@@ -53,11 +54,7 @@ class Sink(Protocol):
 
 
 class Call:
-    """One request under way.
-
-    `on_chunk`, once set, is given each chunk of the answer that comes alone, as it travels; where
-    it returns False the chunk is read after all, and the sink told what is in it.
-    """
+    """One request under way."""
 
     __slots__ = ("connection", "is_paused", "on_chunk", "sink", "task")
 
@@ -66,13 +63,25 @@ class Call:
         self.connection: Connection | None = None
         self.task: asyncio.Task[None] | None = None  # while a connection is made
         self.is_paused = False
-        self.on_chunk: Callable[[bytes], bool] | None = None
+        self.on_chunk: Callable[[bytes], None] | None = None
+
+    def pass_chunks(self, on_chunk: Callable[[bytes], None]) -> None:
+        """From now on it is given the answer's chunks as they travel. Those that do not come alone
+        or are odd are still read, and the sink is told what is in them."""
+        if self.sink is not None:
+            self.on_chunk = on_chunk
+            if self.connection is not None:
+                self.connection.expect_chunks()
+
+    def end(self) -> Sink | None:
+        """It is over, and keeps nobody alive; who has to be told how, if that is not known yet."""
+        sink, self.sink, self.on_chunk = self.sink, None, None
+        return sink
 
     def cancel(self) -> None:
         """Nobody wants it any more: the sink hears nothing from now on."""
-        if self.sink is None:
+        if self.end() is None:
             return
-        self.sink = None
         if self.connection is not None:
             self.connection.abort()
         elif self.task is not None:
@@ -131,6 +140,17 @@ class Connection(asyncio.Protocol):
         if self.is_open:
             cast("asyncio.Transport", self._transport).resume_reading()
 
+    def expect_chunks(self) -> None:
+        """Acknowledge every second of them: a packet for each is a twelfth of what one costs.
+
+        A peer without TCP_NODELAY waits 40 ms for one such packet; then the system takes this back
+        by itself (tcp(7), TCP_QUICKACK).
+        """
+        if self._transport is not None and sys.platform == "linux":
+            connected = self._transport.get_extra_info("socket")
+            with contextlib.suppress(OSError):  # lost already: that is told soon
+                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
+
     def abort(self) -> None:
         self._call = None
         if self._transport is not None:
@@ -145,7 +165,6 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass
-        _acknowledge_with_what_is_sent(transport)
         self._pool.came(self)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -155,7 +174,7 @@ class Connection(asyncio.Protocol):
         if call is None:
             return
         if self._has_head and not self._headers.keys() & _FRAMED and error is None:
-            sink, call.sink = call.sink, None
+            sink = call.end()
             if sink is not None:
                 sink.on_end()
         else:
@@ -166,12 +185,9 @@ class Connection(asyncio.Protocol):
         call = self._call
         if call is None:  # nobody asked
             self.abort()
-        elif not (
-            self._is_between
-            and call.on_chunk is not None
-            and is_one_chunk(data)
-            and call.on_chunk(data)
-        ):
+        elif self._is_between and call.on_chunk is not None and is_one_chunk(data):
+            call.on_chunk(data)
+        else:
             self._read(data)
 
     def _read(self, data: bytes) -> None:
@@ -204,7 +220,7 @@ class Connection(asyncio.Protocol):
             self._pool.back(self)
         else:
             transport.close()
-        sink, call.sink = call.sink, None
+        sink = call.end()
         if sink is not None:
             sink.on_end()
 
@@ -247,24 +263,11 @@ class Connection(asyncio.Protocol):
     def _lose(self, cause: str) -> None:
         call, what = self._call, _BROKE_OFF if self._has_head else _NO_ANSWER
         self.abort()
-        if call is not None and call.sink is not None:
-            sink, call.sink = call.sink, None
+        sink = call.end() if call is not None else None
+        if sink is not None:
             sink.on_lost(Lost(what, cause))
 
 
-def _acknowledge_with_what_is_sent(transport: asyncio.BaseTransport) -> None:
-    """Or by every second chunk: a packet for each costs a twelfth of what it takes to relay one.
-
-    Who sends a packet at a time waits 40 ms for one such answer, then the system ends this by
-    itself (tcp(7), TCP_QUICKACK; set for good it would be a wait for each).
-    """
-    connected = transport.get_extra_info("socket")
-    if connected is not None and _QUICKACK is not None:
-        with contextlib.suppress(OSError):  # gone already: that is told soon
-            connected.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 0)
-
-
-_QUICKACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux has it
 _FRAMED: Final = frozenset({b"content-length", b"transfer-encoding"})
 _BROKE_OFF: Final = "broke off its answer"
 _NO_ANSWER: Final = "closed the connection without an answer"
@@ -310,7 +313,7 @@ class Pool:
                 )
         except OSError as error:  # TimeoutError is one
             call.task = None
-            sink, call.sink = call.sink, None
+            sink = call.end()
             if sink is not None:
                 told = error.strerror if isinstance(error, TimeoutError) else cause_of(error)
                 cause = told or f"no connection within {self._connect_s:g} s"
@@ -321,8 +324,7 @@ class Pool:
             connection.close()
         elif connection.is_open:
             connection.send(call, head, body)
-        else:
-            sink, call.sink = call.sink, None
+        elif (sink := call.end()) is not None:
             sink.on_lost(Lost(_NO_ANSWER, "connection closed"))
 
     def came(self, connection: Connection) -> None:

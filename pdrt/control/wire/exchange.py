@@ -104,7 +104,7 @@ class Exchange:
         self.on_piece: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._is_chunked = False
-        self._last = END  # the end of what was written
+        self._last = END  # what was written ends so
         self._head = b""  # not sent yet
 
     @property
@@ -133,10 +133,16 @@ class Exchange:
         kept = tuple(each for each in reply.headers if each[0] not in named)
         self.reply(Reply(reply.status, reply.body, reply.content_type, (*kept, *headers)))
 
-    def start(self, status: int, headers: Mapping[bytes, bytes], path: str = NO_PATH) -> None:
-        """Begin an answer that comes in pieces; of `headers` what clients may see is passed on."""
+    def start(
+        self, status: int, headers: Mapping[bytes, bytes], path: str = NO_PATH
+    ) -> Callable[[bytes], None] | None:
+        """Begin an answer that comes in pieces; of `headers` what clients may see is passed on.
+
+        What is returned takes an event stream's chunks as they travel, for a client that gets them
+        so.
+        """
         if self.is_over or self.status:
-            return
+            return None
         self.status, self.path_label = status, path
         kind = headers.get(b"content-type", b"")
         self.is_events = kind.startswith(_EVENTS)
@@ -151,6 +157,7 @@ class Exchange:
         if caching := headers.get(b"cache-control"):
             own += b"cache-control: %b\r\n" % caching
         self._head = self._head_of(own)
+        return self.pass_on if self.is_events and self._is_chunked else None
 
     def write(self, chunk: bytes) -> None:
         if self.is_over or not chunk:
@@ -165,15 +172,15 @@ class Exchange:
         if self.on_piece is not None and self.is_events:
             self.on_piece()
 
-    def pass_on(self, chunk: bytes) -> bool:
-        """Send a chunk of a stream as it has travelled here; False where it must be `write`."""
-        if self._head or self.is_over or not (self._is_chunked and self.is_events):
-            return False
-        self._line.send_now(chunk)
+    def pass_on(self, chunk: bytes) -> None:
+        """Of a stream in chunks, one that `is_one_chunk` has recognized."""
+        if self.is_over:
+            return
+        head, self._head = self._head, b""
+        self._line.send_now(head + chunk if head else chunk)
         self._last = end_of_data(chunk)
         if self.on_piece is not None:
             self.on_piece()
-        return True
 
     def finish(self) -> None:
         if self.is_over:
