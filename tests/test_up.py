@@ -27,7 +27,15 @@ from pdrt.keys import ClusterKey
 from pdrt.up.layout import Machine, Part, Shape, Wanted, child_environment, lay_out
 from pdrt.up.place import check_free, free_port, new_key
 from pdrt.up.processes import Child
-from pdrt.up.screen import Loaded, Screen, read_loaded, read_ways, readable, status_line
+from pdrt.up.screen import (
+    Loaded,
+    Screen,
+    read_loaded,
+    read_ways,
+    readable,
+    status_line,
+    ways_in_short,
+)
 from pdrt.up.shell import Asked, Cluster, Patience
 
 FAKE = Path(__file__).with_name("fake_parts.py")
@@ -270,7 +278,20 @@ def test_the_status_line_says_how_loaded_who_is() -> None:
     [None, 7, [None, 7, {}], [{"transports": ["tcp"]}], [{"transports": {"a": None, "b": 3}}]],
 )
 def test_a_status_that_tells_no_ways_of_kv_is_no_fault(workers: object) -> None:
-    assert read_ways({"workers": workers}) == set()
+    assert read_ways({"workers": workers}) == []
+
+
+@pytest.mark.parametrize(
+    ("ways", "told"),
+    [
+        (["tcp, 2.4 GB/s", "tcp, 10.1 GB/s", "tcp, 3 GB/s"], "tcp, 2.4 to 10.1 GB/s"),
+        (["shm, 3.2 GB/s", "nixl", "shm, 3.2 GB/s"], "nixl; shm, 3.2 GB/s"),
+        (["tcp, fast", "tcp, nan GB/s"], "tcp"),
+        ([], ""),
+    ],
+)
+def test_many_ways_of_kv_are_told_in_short(ways: list[str], told: str) -> None:
+    assert ways_in_short(ways) == told
 
 
 # The whole, with processes that only pretend.

@@ -6,10 +6,11 @@ On anything but a terminal the same is told in plain lines, once per stage, with
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -17,6 +18,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from pdrt.up.layout import Part
+
+_SPEED: Final = re.compile(r"\d{1,9}(\.\d{1,9})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ def _one_loaded(worker: object) -> Loaded | None:
             return None
 
 
-def read_ways(status: Mapping[str, object]) -> set[str]:
+def read_ways(status: Mapping[str, object]) -> list[str]:
     """What carries KV to a leader's workers, as it says: "tcp, 2.4 GB/s"; never raises."""
     workers = status.get("workers")
     told = [
@@ -57,7 +60,21 @@ def read_ways(status: Mapping[str, object]) -> set[str]:
         for worker in (workers if isinstance(workers, list) else ())
         if isinstance(worker, Mapping) and isinstance(ways := worker.get("transports"), Mapping)
     ]
-    return {way for ways in told for way in ways.values() if isinstance(way, str)}
+    return [way for ways in told for way in ways.values() if isinstance(way, str)]
+
+
+def ways_in_short(ways: Iterable[str]) -> str:
+    """Each transport once, with its slowest and fastest pair: "tcp, 2.1 to 2.4 GB/s"."""
+    speeds: dict[str, list[str]] = {}
+    for way in ways:
+        name, _, speed = way.partition(", ")
+        speeds.setdefault(name, []).append(speed.removesuffix(" GB/s"))
+    return "; ".join(f"{name}{_range(speeds[name])}" for name in sorted(speeds))
+
+
+def _range(speeds: Iterable[str]) -> str:
+    numbers = sorted({speed for speed in speeds if _SPEED.fullmatch(speed)}, key=float)
+    return f", {' to '.join(dict.fromkeys((numbers[0], numbers[-1])))} GB/s" if numbers else ""
 
 
 def readable(line: str) -> str:

@@ -30,7 +30,7 @@ from pdrt.keys import ClusterKey
 from pdrt.up.layout import Machine, Part, Wanted, child_environment, lay_out
 from pdrt.up.place import check_free, free_port, new_key
 from pdrt.up.processes import Child, command, end
-from pdrt.up.screen import Screen, read_loaded, read_ways, readable, status_line
+from pdrt.up.screen import Screen, read_loaded, read_ways, readable, status_line, ways_in_short
 
 _PREFIX: Final = "pdrt-up-"
 _LOOK_S: Final = 0.1
@@ -274,8 +274,8 @@ def _way(parts: Sequence[Part], statuses: Iterable[Mapping[str, Any] | None]) ->
     transfers = [part.tables.get("transfer", {}) for part in parts if part.role == "prefill"]
     if not transfers:
         return ""
-    told = {way for status in statuses if status for way in read_ways(status)}
-    return f" (KV moves by {'; '.join(sorted(told)) or transfers[0].get('transport', 'auto')})"
+    told = ways_in_short(way for status in statuses if status for way in read_ways(status))
+    return f" (KV moves by {told or transfers[0].get('transport', 'auto')})"
 
 
 async def _is_ready(session: ClientSession, url: str) -> bool:
