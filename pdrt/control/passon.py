@@ -139,8 +139,8 @@ class DecodeLeg:
     def _on_chunk(self, chunk: bytes) -> None:
         """Most of a stream needs no reading."""
         self._instance.signs += 1
-        if self._pass_on is not None:
-            self._pass_on(chunk)
+        assert self._pass_on is not None, "else no chunks were asked for"
+        self._pass_on(chunk)
 
     def _hear(self, moving: Moving, data: bytes) -> None:
         """Whole events only, and what the stream says of its own end is not for the client."""

@@ -33,8 +33,10 @@ class Client(Protocol):
         ...
 
     def start(self, status: int, headers: Mapping[bytes, bytes], path: str) -> PassOn | None:
-        """`headers` are the leader's; `path` is for x-pd-path. What takes chunks as they travel,
-        where they may be passed on so."""
+        """`headers` are the leader's; `path` is for x-pd-path.
+
+        Returns what takes chunks as they travel, or None where what is in them must be written.
+        """
         ...
 
     def write(self, chunk: bytes) -> None: ...

@@ -207,6 +207,14 @@ def test_the_next_answer_on_a_connection_begins_with_nothing_passed() -> None:
         assert (told.passed, told.ends, bool(told.lost)) == (ends, ends, not ends)
 
 
+def test_a_call_that_is_over_passes_nothing_on_and_keeps_nobody() -> None:
+    told = Told()
+    call = Call(told)
+    call.cancel()
+    call.pass_chunks(told.on_chunk)
+    assert call.on_chunk is None
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="an option of Linux")
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_chunks_that_are_expected_are_acknowledged_with_others(

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from pdrt.control.wire.exchange import Exchange
+from pdrt.control.wire.request import Request
 from tests.control.fake_leader import stream
 from tests.control.router_rig import Rig, rig
+from tests.control.test_router_merge import ASK, PART, told
 
 EVENTS = [b"data: %d\n\n" % number for number in range(4)]
 BODY = b'{"prompt": "hi", "stream": true}'
@@ -30,13 +32,13 @@ async def read_all(r: Rig, minor: int) -> bytes:
     gates = one_by_one(r)
     writer.write(head % (minor, len(BODY)) + BODY)
     await reader.readuntil(b"\r\n\r\n")
-    told = b""
+    got = b""
     for gate in gates:
-        told += await reader.readuntil(b"\n\n")
+        got += await reader.readuntil(b"\n\n")
         gate.set()
-    told += await reader.read()
+    got += await reader.read()
     writer.close()
-    return told
+    return got
 
 
 @pytest.fixture
@@ -69,6 +71,24 @@ async def test_all_but_the_first_pass_unread_and_all_are_counted(passed: list[by
         assert sum(second.pieces for second in r.router.screen.flow.series(r.time.now)) == 4
 
 
+async def test_so_do_those_behind_a_prompts_part_where_a_stream_may_not_move(
+    passed: list[bytes],
+) -> None:
+    """What prefill alone can tell is put before decode's chunks, which then pass as they are."""
+    async with rig(policy={"migrate": False}) as r:
+        r.prefill[0].plays.append(told(PART))
+        gates = one_by_one(r)
+        body = {**ASK, "stream": True}
+        async with r.session.post(r.url + "/v1/completions", json=body) as answer:
+            assert b'"text":"ab"' in await answer.content.readuntil(b"\n\n")
+            for event, gate in zip(EVENTS, gates, strict=True):
+                assert await answer.content.readexactly(len(event)) == event
+                gate.set()
+            assert await answer.read() == b""
+        assert passed == [b"9\r\n%b\r\n" % event for event in EVENTS[1:]]
+        await r.at_rest()
+
+
 async def test_a_stream_that_may_move_is_read_all_along(passed: list[bytes]) -> None:
     async with rig() as r:
         ends = ["-", "-", "-", "length"]
@@ -88,8 +108,53 @@ async def test_a_client_gets_chunks_only_where_it_knows_them(
     minor: int, passed: list[bytes]
 ) -> None:
     async with rig(policy={"backends": "plain"}) as r:
-        told = await read_all(r, minor)
+        got = await read_all(r, minor)
         chunks = [b"9\r\n%b\r\n" % event for event in EVENTS]
-        assert told == (b"".join([*chunks, b"0\r\n\r\n"]) if minor else b"".join(EVENTS))
+        assert got == (b"".join([*chunks, b"0\r\n\r\n"]) if minor else b"".join(EVENTS))
         assert bool(passed) == bool(minor)
         await r.at_rest()
+
+
+class Kept:
+    """A connection that keeps what is sent."""
+
+    is_full = False
+
+    def __init__(self) -> None:
+        self.sent = b""
+
+    def send(self, data: bytes) -> None:
+        self.sent += data
+
+    send_now = send
+
+    def head_lines(self, request: Request) -> bytes:
+        return b""
+
+    def ended(self, exchange: Exchange, *, is_whole: bool) -> None:
+        pass
+
+
+def begun(line: Kept, content_type: bytes = b"text/event-stream") -> Exchange:
+    asked = Request("POST", "/generate", "", {}, is_1_1=True, keeps_alive=True)
+    exchange = Exchange(line, asked, "router")
+    takes = exchange.start(200, {b"content-type": content_type})
+    assert (takes is not None) == (content_type == b"text/event-stream")
+    return exchange
+
+
+def test_only_an_event_stream_takes_chunks_as_they_travel() -> None:
+    begun(Kept(), b"text/plain")
+    begun(Kept(), b"application/json")
+
+
+def test_a_chunk_comes_after_the_head_and_none_after_the_end() -> None:
+    line = Kept()
+    exchange = begun(line)
+    exchange.pass_on(b"2\r\nab\r\n")
+    assert line.sent.startswith(b"HTTP/1.1 200 ")
+    assert line.sent.endswith(b"\r\n\r\n2\r\nab\r\n")
+    exchange.finish()
+    whole = line.sent
+    exchange.pass_on(b"2\r\ncd\r\n")
+    assert line.sent == whole

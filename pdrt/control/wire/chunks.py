@@ -27,7 +27,7 @@ def end_of_data(chunk: bytes) -> bytes:
 
 def _beginning(length: int) -> bytes:
     """What a chunk of so many bytes, with all that is around its data, begins with."""
-    digits = 1 if length < 21 else 2 if length < 263 else 3  # 21: "0f", CRLF, 15 bytes, CRLF
+    digits = 1 if length < 21 else 2 if length < 262 else 3  # 21: "0f", CRLF, 15 bytes, CRLF
     return b"%0*x\r\n" % (digits, max(0, length - digits - 2 * len(CRLF)))
 
 

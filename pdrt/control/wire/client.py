@@ -141,15 +141,16 @@ class Connection(asyncio.Protocol):
             cast("asyncio.Transport", self._transport).resume_reading()
 
     def expect_chunks(self) -> None:
-        """Acknowledge every second of them: a packet for each is a twelfth of what one costs.
+        """Acknowledge every second one: a packet for each is a twelfth of what passing it on costs.
 
         A peer without TCP_NODELAY waits 40 ms for one such packet; then the system takes this back
         by itself (tcp(7), TCP_QUICKACK).
         """
         if self._transport is not None and sys.platform == "linux":
             connected = self._transport.get_extra_info("socket")
-            with contextlib.suppress(OSError):  # lost already: that is told soon
-                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
+            if connected is not None:  # with TLS there is none where it is lost already
+                with contextlib.suppress(OSError):  # as here: that is told soon
+                    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
 
     def abort(self) -> None:
         self._call = None

@@ -138,8 +138,8 @@ class Exchange:
     ) -> Callable[[bytes], None] | None:
         """Begin an answer that comes in pieces; of `headers` what clients may see is passed on.
 
-        What is returned takes an event stream's chunks as they travel, for a client that gets them
-        so.
+        Returns what takes an event stream's chunks as they travel, or None where the client does
+        not get them so.
         """
         if self.is_over or self.status:
             return None
