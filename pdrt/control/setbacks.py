@@ -9,7 +9,7 @@ from pdrt.control.choice import Choice
 from pdrt.control.http import Json
 from pdrt.control.instances import Instance
 from pdrt.control.legs import DecodeFailed, Failure, PrefillFailed
-from pdrt.errors import TransferFailed
+from pdrt.errors import PeerLost, TransferFailed
 
 Failed: TypeAlias = PrefillFailed | DecodeFailed
 
@@ -36,8 +36,16 @@ class Setback:
 
 
 def culprit_of(event: Failed, choice: Choice) -> Instance:
-    """Whom to avoid: decode also reports what its prefill side did."""
-    is_transfer = isinstance(event.failure.error, TransferFailed)
-    if choice.prefill and (isinstance(event, PrefillFailed) or is_transfer):
-        return choice.prefill
-    return choice.decode
+    """Whom to avoid, which need not be who says so.
+
+    Whoever is left of a transfer tells of the other one's death, perhaps before the other one's own
+    instance does: the stage is the role that was lost. And decode tells of transfers that failed,
+    which is prefill's doing.
+    """
+    error = event.failure.error
+    lost = error.stage if isinstance(error, PeerLost) else ""
+    if isinstance(event, PrefillFailed):
+        is_prefills = lost != "decode"
+    else:
+        is_prefills = lost == "prefill" or isinstance(error, TransferFailed)
+    return choice.prefill if choice.prefill and is_prefills else choice.decode

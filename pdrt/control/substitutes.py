@@ -42,9 +42,10 @@ class Substitutes:
             return event, choice
         if route.tries + 1 >= MAX_TRIES:
             return event, choice
-        self._tried.add(culprit_of(event, choice))
+        culprit = culprit_of(event, choice)
+        self._tried.add(culprit)
         try:
-            if self._keeps_decode(event, route):
+            if culprit is not choice.decode and self._keeps_decode(event, route):
                 replaced, chosen = self._prefill(event, choice)
             else:
                 replaced, chosen = self._all_anew(choice)

@@ -189,7 +189,7 @@ class KVTransferManager:
         if self._group is None:
             return
         ours = PeerLost(f"the {self.role} worker {self.rank} is stopping")
-        self._desk.leave(Problem.of(ours, "transfer"), self.clock())
+        self._desk.leave(Problem.of(ours, self.role), self.clock())
         self._carry_out()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

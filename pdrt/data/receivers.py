@@ -429,5 +429,6 @@ class Receivers:
         if receiver.state in TERMINAL:
             return
         text = told(receiver, cause, self.peers, self._me.attach)
-        problem = Problem(code=error.code, message=text, stage="transfer")
+        stage = "prefill" if error is PeerLost else "transfer"  # who is lost, for who has to choose
+        problem = Problem(code=error.code, message=text, stage=stage)
         self._feed(receiver, Broke(problem), now)

@@ -393,7 +393,8 @@ class Senders:
         sender = self.rooms.get(key)
         share = told(sender, self.sessions, self._me) if sender else "nobody yet"
         text = f"room {key[0]} attempt {key[1]}: {cause}; prefill rank {self._me.rank} to {share}"
-        return Problem(code=error.code, message=text, stage="transfer")
+        stage = "decode" if error is PeerLost else "transfer"  # who is lost, for who has to choose
+        return Problem(code=error.code, message=text, stage=stage)
 
     def _repeat(self, session: Session, key: Key) -> None:
         """What was said at its end may have been lost."""

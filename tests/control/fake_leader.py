@@ -42,11 +42,17 @@ class Seen:
 Play: TypeAlias = Callable[[web.Request, Seen], Awaitable[web.StreamResponse]]
 
 
-def status(code: int, message: str = "no", error: str = "bad_request", **headers: str) -> Play:
+def status(
+    code: int,
+    message: str = "no",
+    error: str = "bad_request",
+    stage: str = "leader",
+    **headers: str,
+) -> Play:
     """A typed error, as leaders answer it."""
 
     async def play(_request: web.Request, _seen: Seen) -> web.StreamResponse:
-        body = {"error": {"type": "t", "code": error, "message": message, "stage": "leader"}}
+        body = {"error": {"type": "t", "code": error, "message": message, "stage": stage}}
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return web.json_response(body, status=code, headers=named)
 

@@ -403,6 +403,38 @@ async def test_a_transfer_that_failed_is_tried_with_another_prefill() -> None:
         assert len(r.prefill[1].seen) == 1
 
 
+DIED = "decode worker at tcp://10.0.0.7:1: its process has died"
+
+
+async def test_a_prefill_that_tells_of_decodes_death_is_asked_again_with_another_decode() -> None:
+    """Whoever is left of a transfer may say so first; with one prefill nobody else can serve."""
+    async with rig(decode=2) as r:
+        r.prefill[0].plays.append(status(503, DIED, "peer_lost", "decode"))
+        r.decode[0].plays.append(hang)
+        assert (await r.send()).status == 200
+        assert len(r.decode[1].seen) == 1
+        assert len(r.prefill[0].seen) == 2
+        assert r.decode[0].seen[0].gone.is_set()
+        await r.at_rest()
+
+
+async def test_a_decode_that_tells_of_prefills_death_is_served_by_another_prefill() -> None:
+    async with rig(prefill=2) as r:
+        r.prefill[0].plays.append(hang)
+        r.decode[0].plays.append(status(503, "rank 0: it died", "peer_lost", "prefill"))
+        assert (await r.send()).status == 200
+        assert len(r.prefill[1].seen) == 1
+        await r.at_rest()
+
+
+@pytest.mark.parametrize("stage", ["dispatch", "prefill"])
+async def test_a_prefill_that_tells_of_its_own_loss_is_not_asked_again(stage: str) -> None:
+    async with rig(prefill=2, decode=2) as r:
+        r.prefill[0].plays.append(status(503, "its worker died", "peer_lost", stage))
+        assert (await r.send()).status == 200
+        assert (len(r.prefill[1].seen), len(r.decode[1].seen)) == (1, 0)
+
+
 async def test_a_hybrid_lost_before_its_answer_is_replaced() -> None:
     async with rig(prefill=0, decode=0, hybrid=2) as r:
         r.hybrid[0].plays.append(die)

@@ -248,7 +248,9 @@ async def test_a_prefill_worker_that_leaves_tells_decode_before_it_is_gone(pair:
     failed = await pair.d.until(ReceiveFailed, 1)
     assert "stopping" in failed.problem.message
     assert failed.problem.is_retryable
-    assert (await pair.p.until(SendEnded, 1)).problem is not None
+    for problem in failed.problem, (await pair.p.until(SendEnded, 1)).problem:
+        assert problem is not None
+        assert (problem.code, problem.stage) == ("peer_lost", "prefill")
     while pair.d.manager.stats().peers:  # its farewell
         await asyncio.sleep(0)
     await pair.p.manager.leave(5.0)  # said once

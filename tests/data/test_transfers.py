@@ -337,7 +337,8 @@ def test_a_killed_prefill_process_fails_its_transfers_and_frees_their_blocks_at_
     rig.kill_p()
     rig.hear_of_death()
     assert kinds(rig)[-2:] == ["ReceiveFailed", "Quiet"]
-    assert problem_of(rig, ReceiveFailed).code == "peer_lost"
+    problem = problem_of(rig, ReceiveFailed)
+    assert (problem.code, problem.stage) == ("peer_lost", "prefill")
     (failed,) = [event for event in rig.heard if isinstance(event, ReceiveFailed)]
     assert failed.problem.is_retryable
     rig.check_baseline()
@@ -396,7 +397,8 @@ def test_a_dead_decode_process_is_forgotten_and_its_sends_end() -> None:
     rig.send_all(A)
     rig.p.died(rig.ds[0].attach.process, rig.now)
     rig.settle()
-    assert rig.has(SendFailed, A)
+    problem = problem_of(rig, SendFailed)
+    assert (problem.code, problem.stage) == ("peer_lost", "decode")
     assert rig.p.health() == {}
     (write,) = rig.flights
     rig.end(write, "the peer is gone")
