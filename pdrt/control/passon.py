@@ -36,6 +36,7 @@ from pdrt.control.wire.client import Call, Lost
 from pdrt.errors import PdrtError, PeerLost
 
 SHORT_ANSWER: Final = 1 << 20  # an answer that is not streamed is checked whole up to this size
+_NO_LIMIT: Final = 1 << 62  # it is paused once it has begun
 _NOTHING: Final[Json] = {}
 
 
@@ -127,7 +128,7 @@ class DecodeLeg:
         elif not self._is_stream and length <= SHORT_ANSWER:
             self._waits_for_all, self._limit = True, SHORT_ANSWER
         else:
-            self._limit = 1 << 62  # it is paused once it has begun
+            self._limit = _NO_LIMIT
 
     def on_body(self, data: bytes) -> None:
         self._instance.signs += 1
@@ -157,11 +158,18 @@ class DecodeLeg:
         self._size += len(data)
         if self._size <= self._limit:
             self._held.append(data)
-        elif is_good(self.status):
-            self.lose(too_long(self._instance, self._limit))
-            return
-        if is_first and not self._waits_for_all:
+            if is_first and not self._waits_for_all:
+                self._answered()
+        elif not is_good(self.status):
+            pass  # what is here says enough
+        elif (
+            self._limit == SHORT_ANSWER and self._merge is None
+        ):  # it did not say how long it would be
+            self._held.append(data)
+            self._waits_for_all, self._limit = False, _NO_LIMIT
             self._answered()
+        else:
+            self.lose(too_long(self._instance, self._limit))
 
     def on_end(self) -> None:
         self._has_ended = True

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
+from typing import cast
 
 import pytest
+from aiohttp import web
 
 from pdrt.data.peer import Health
 from tests.control.fake_leader import (
     Play,
+    Seen,
     after,
     die,
     good,
@@ -241,20 +245,22 @@ async def test_what_prefill_says_after_decodes_answer_has_begun_does_not_matter(
         assert await asked == (200, b"data: 1\n\ndata: 2\n\n")
 
 
+def bytes_of(answer: bytes) -> Play:
+    """These, in one write, and the connection's end."""
+
+    async def play(request: web.Request, seen: Seen) -> web.StreamResponse:
+        cast("asyncio.Transport", request.transport).write(answer)
+        return await die(request, seen)
+
+    return play
+
+
 async def test_a_json_answer_cut_short_is_an_error_and_no_200() -> None:
     """Never HTTP 200 with half an answer in it."""
 
-    def cut() -> Play:
-        async def play(request, seen):  # type: ignore[no-untyped-def]
-            request.transport.write(
-                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
-            )
-            return await die(request, seen)
-
-        return play
-
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
     async with rig() as r:
-        r.decode[0].plays.append(cut())
+        r.decode[0].plays.append(bytes_of(head + b"{"))
         got = await r.send()
         assert (got.status, got.error["code"]) == (503, "peer_lost")
 
@@ -490,4 +496,63 @@ async def test_a_plain_stream_that_is_passed_on_unread_ends_with_an_event_of_its
         gap = b"" if last.endswith(b"\n\n") else b"\n\n"
         assert rest.startswith(last + gap + b"event: error\ndata: {")
         assert rest.endswith(b"\n\n")
+        await r.at_rest()
+
+
+# What servers that are not pdrt may do.
+
+EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+
+
+def plain_rig(hybrid: int) -> AbstractAsyncContextManager[Rig]:
+    pair = 1 - hybrid
+    return rig(prefill=pair, decode=pair, hybrid=hybrid, policy={"backends": "plain"})
+
+
+@pytest.mark.parametrize("hybrid", [0, 1])
+@pytest.mark.parametrize("length", [9, 12, 500])
+async def test_a_stream_that_says_its_length_still_ends_whole(length: int, hybrid: int) -> None:
+    """An error event is no part of that length, and the connection stays good for the next."""
+    async with plain_rig(hybrid) as r:
+        server = (r.hybrid or r.decode)[0]
+        server.plays.append(bytes_of(EVENTS + b"content-length: %d\r\n\r\ndata: 1\n\n" % length))
+        code, body = await _stream_of(r)
+        assert code == 200
+        assert body.startswith(b"data: 1\n\n")
+        assert (b"event: error" in body) == (length > 9)
+        server.plays.append(stream(b"data: 2\n\n"))
+        assert await _stream_of(r) == (200, b"data: 2\n\n")
+        await r.at_rest()
+
+
+@pytest.mark.parametrize("hybrid", [0, 1])
+@pytest.mark.parametrize("more", [b"EVIL", b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nEVIL"])
+async def test_what_follows_an_answer_is_not_of_it(more: bytes, hybrid: int) -> None:
+    async with plain_rig(hybrid) as r:
+        server = (r.hybrid or r.decode)[0]
+        chunks = b"transfer-encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n0\r\n\r\n"
+        server.plays.append(bytes_of(EVENTS + chunks + more))
+        assert await _stream_of(r) == (200, b"data: 1\n\n")
+        json = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+        server.plays.append(bytes_of(json + more))
+        got = await r.send()
+        assert (got.status, got.body) == (200, b"{}")
+        await r.at_rest()
+
+
+@pytest.mark.parametrize("hybrid", [0, 1])
+async def test_a_long_answer_need_not_say_its_length(hybrid: int) -> None:
+    body = b'{"text": "%b"}' % (b"x" * (5 << 20))
+
+    async def play(request: web.Request, _seen: Seen) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "application/json"})
+        await response.prepare(request)
+        await response.write(body)
+        await response.write_eof()
+        return response
+
+    async with plain_rig(hybrid) as r:
+        (r.hybrid or r.decode)[0].plays.append(play)
+        got = await r.send()
+        assert (got.status, got.body == body) == (200, True)
         await r.at_rest()

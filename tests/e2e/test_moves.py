@@ -238,6 +238,7 @@ async def test_many_streams_move_at_once(cluster: Cluster) -> None:
         {**body, "prompt": PROMPT[: 100 + 10 * i], "sampling_params": {**PARAMS, "max_tokens": 60}}
         for i in range(8)
     ]
+    await asyncio.gather(*(read(cluster, path, one) for one in bodies))  # prefill caches them
     plain = await asyncio.gather(*(read(cluster, path, one) for one in bodies))
     pending = [asyncio.ensure_future(read(cluster, path, one)) for one in bodies]
     await cluster.until(lambda: are_running(cluster, 8), "all of them decode")

@@ -198,7 +198,11 @@ class Connection(asyncio.Protocol):
             log.exception("answer_failed", of=self._pool.where)
             self._lose("an internal error; see the log")
         except HttpParserError as error:
-            self._lose(f"this is no HTTP: {error}"[:200])
+            if self._is_whole:  # what follows an answer is not of it
+                self._is_reusable = False
+                self._finish()
+            else:
+                self._lose(f"this is no HTTP: {error}"[:200])
         else:
             if self._is_whole:
                 self._finish()
@@ -232,9 +236,12 @@ class Connection(asyncio.Protocol):
             self._is_reusable = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.lower()] = value
+        if not self._is_whole:
+            self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
+        if self._is_whole:
+            return
         status = self._parser.get_status_code()
         self._is_interim = status < 200
         if self._is_interim:
@@ -242,7 +249,7 @@ class Connection(asyncio.Protocol):
             return
         self._has_head = True
         call = self._call
-        if call is not None and call.sink is not None and not self._is_whole:
+        if call is not None and call.sink is not None:
             call.sink.on_head(status, self._headers)
 
     def on_body(self, data: bytes) -> None:

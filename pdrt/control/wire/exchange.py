@@ -147,7 +147,8 @@ class Exchange:
         kind = headers.get(b"content-type", b"")
         self.is_events = kind.startswith(_EVENTS)
         own = b"content-type: %b\r\n" % kind if kind else b""
-        if length := headers.get(b"content-length"):
+        length = headers.get(b"content-length")
+        if length and not self.is_events:  # an error event may come in place of a stream's rest
             own += b"content-length: %b\r\n" % length
         elif self.request.is_1_1:
             self._is_chunked = True
