@@ -23,7 +23,7 @@ from pdrt.control.legs import (
 )
 from pdrt.control.merge import MERGED_ANSWER, Merge
 from pdrt.control.moving import Moving
-from pdrt.control.ticket import Client, PassOn
+from pdrt.control.ticket import Client
 from pdrt.control.upstream import (
     MAX_ERROR_BYTES,
     Headers,
@@ -32,6 +32,7 @@ from pdrt.control.upstream import (
     lost_error,
     too_long,
 )
+from pdrt.control.wire.chunks import PassOn
 from pdrt.control.wire.client import Call, Lost
 from pdrt.errors import PdrtError, PeerLost
 
@@ -162,9 +163,7 @@ class DecodeLeg:
                 self._answered()
         elif not is_good(self.status):
             pass  # what is here says enough
-        elif (
-            self._limit == SHORT_ANSWER and self._merge is None
-        ):  # it did not say how long it would be
+        elif self._limit == SHORT_ANSWER:  # it did not say how long it would be
             self._held.append(data)
             self._waits_for_all, self._limit = False, _NO_LIMIT
             self._answered()

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from pdrt.control.fleet import Fleet
 from pdrt.control.instances import Instance
@@ -15,11 +15,10 @@ from pdrt.control.passage import Passage
 from pdrt.control.policy import Ask
 from pdrt.control.traces import Tracing
 from pdrt.control.upstream import Upstream
+from pdrt.control.wire.chunks import PassOn
 from pdrt.control.wire.reply import Fields
 from pdrt.errors import PdrtError
 from pdrt.keys import ClusterKey
-
-PassOn: TypeAlias = Callable[[bytes], None]
 
 
 class Client(Protocol):
@@ -40,6 +39,7 @@ class Client(Protocol):
         ...
 
     def write(self, chunk: bytes) -> None: ...
+
     def finish(self) -> None: ...
 
     def break_off(self, error: PdrtError) -> None:

@@ -232,6 +232,13 @@ def test_chunks_that_are_expected_are_acknowledged_with_others(
     assert said == [(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)]
 
 
+def test_a_tls_connection_that_is_lost_has_no_socket_to_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Wire, "get_extra_info", lambda _wire, _name: None)
+    assert answered([HEAD, chunk(b"one"), chunk(b"two"), b"0\r\n\r\n"]).body == b"onetwo"
+
+
 def test_what_is_no_chunk_where_one_must_begin_is_told() -> None:
     told = answered([HEAD, chunk(b"one"), chunk(b"two"), b"three"])
     assert told.body == b"onetwo"

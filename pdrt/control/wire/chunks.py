@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+PassOn: TypeAlias = Callable[[bytes], None]  # takes a chunk as it travels
 
 CRLF: Final = b"\r\n"
 _MOST: Final = 2048  # bytes: an event of a stream has a few hundred

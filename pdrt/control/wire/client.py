@@ -20,7 +20,7 @@ import structlog
 from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
 
 from pdrt.control.http import cause_of
-from pdrt.control.wire.chunks import CRLF, is_one_chunk
+from pdrt.control.wire.chunks import CRLF, PassOn, is_one_chunk
 from pdrt.control.wire.outbox import Outbox
 
 IDLE_S: Final = 3.0  # below any leader's limit; what a burst needed is soon let go again
@@ -63,9 +63,9 @@ class Call:
         self.connection: Connection | None = None
         self.task: asyncio.Task[None] | None = None  # while a connection is made
         self.is_paused = False
-        self.on_chunk: Callable[[bytes], None] | None = None
+        self.on_chunk: PassOn | None = None
 
-    def pass_chunks(self, on_chunk: Callable[[bytes], None]) -> None:
+    def pass_chunks(self, on_chunk: PassOn) -> None:
         """From now on it is given the answer's chunks as they travel. Those that do not come alone
         or are odd are still read, and the sink is told what is in them."""
         if self.sink is not None:
@@ -175,8 +175,7 @@ class Connection(asyncio.Protocol):
         if call is None:
             return
         if self._has_head and not self._headers.keys() & _FRAMED and error is None:
-            sink = call.end()
-            if sink is not None:
+            if (sink := call.end()) is not None:
                 sink.on_end()
         else:
             cause = cause_of(error) if isinstance(error, OSError) else "connection closed"
@@ -225,8 +224,7 @@ class Connection(asyncio.Protocol):
             self._pool.back(self)
         else:
             transport.close()
-        sink = call.end()
-        if sink is not None:
+        if (sink := call.end()) is not None:
             sink.on_end()
 
     # The parser calls these.
@@ -271,8 +269,7 @@ class Connection(asyncio.Protocol):
     def _lose(self, cause: str) -> None:
         call, what = self._call, _BROKE_OFF if self._has_head else _NO_ANSWER
         self.abort()
-        sink = call.end() if call is not None else None
-        if sink is not None:
+        if call is not None and (sink := call.end()) is not None:
             sink.on_lost(Lost(what, cause))
 
 
@@ -321,8 +318,7 @@ class Pool:
                 )
         except OSError as error:  # TimeoutError is one
             call.task = None
-            sink = call.end()
-            if sink is not None:
+            if (sink := call.end()) is not None:
                 told = error.strerror if isinstance(error, TimeoutError) else cause_of(error)
                 cause = told or f"no connection within {self._connect_s:g} s"
                 sink.on_lost(Lost("cannot be reached", cause, is_refused=True))

@@ -13,7 +13,7 @@ from typing import Final, Protocol, TypeAlias
 
 from pdrt.control.http import PATH_HEADER
 from pdrt.control.sse import END, TYPE, error_event
-from pdrt.control.wire.chunks import end_of_data
+from pdrt.control.wire.chunks import PassOn, end_of_data
 from pdrt.control.wire.reply import Fields, Reply, lines, status_line
 from pdrt.control.wire.request import Request
 from pdrt.errors import PdrtError
@@ -135,7 +135,7 @@ class Exchange:
 
     def start(
         self, status: int, headers: Mapping[bytes, bytes], path: str = NO_PATH
-    ) -> Callable[[bytes], None] | None:
+    ) -> PassOn | None:
         """Begin an answer that comes in pieces; of `headers` what clients may see is passed on.
 
         Returns what takes an event stream's chunks as they travel, or None where the client does
