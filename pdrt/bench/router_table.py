@@ -74,6 +74,10 @@ class Turn:
 Figure: TypeAlias = Callable[[Turn], float]
 
 
+def cpu(turn: Turn) -> float:
+    return turn.cpu
+
+
 def p50(turn: Turn) -> float:
     return turn.p50_us
 
@@ -111,12 +115,15 @@ class Found:
         return statistics.median(figure(a) - figure(b) for a, b in pairs)
 
     def of_better(self, cell: Cell, mine: str, others: Sequence[str]) -> float | None:
-        """My processor time as a ratio to the better of the others in the same round."""
+        """My processor time as a ratio to the better of the others: the median of the rounds' own.
+
+        Who is better is said by all rounds. The best of each would mostly be who had the luck.
+        """
         if not others:
             return None
-        rounds = zip(*(self.of[cell, name] for name in others), strict=False)
-        pairs = zip(self.of[cell, mine], rounds, strict=False)
-        ratios = [own.cpu / best for own, them in pairs if (best := min(t.cpu for t in them))]
+        better = min((self.of[cell, name] for name in others), key=lambda t: median(t, cpu))
+        pairs = zip(self.of[cell, mine], better, strict=False)
+        ratios = [own.cpu / their.cpu for own, their in pairs if their.cpu]
         return statistics.median(ratios) if ratios else None
 
 
@@ -157,7 +164,8 @@ def show(console: Console, found: Found, direct: str) -> None:
         console.print(table)
     console.print(
         "p50, p99: of direct, what a request or a chunk's way takes; of a router, what it adds."
-        " of better: the processor time against the better one of the others, of the same round"
+        " of better: the processor time against that of the better one of the others, of the same"
+        " round; better is who uses less in the median"
     )
     shares = [turn.client_share for turns in found.of.values() for turn in turns]
     advice = "; that much shows in p50 and p99" if max(shares) > _BUSY else ""
@@ -167,7 +175,7 @@ def show(console: Console, found: Found, direct: str) -> None:
 def _cells(found: Found, cell: Cell, name: str, direct: str) -> Iterator[str]:
     turns, is_direct = found.of[cell, name], name == direct
     yield f"{median(turns, _rate_of(cell)):,.0f}"
-    yield "" if is_direct else f"{median(turns, lambda t: t.cpu):.4f}"
+    yield "" if is_direct else f"{median(turns, cpu):.4f}"
     ratio = found.of_better(cell, name, _others(found, name, direct))
     yield "" if is_direct or ratio is None else f"{ratio:.2f}"
     for figure in (p50, p99):
@@ -196,7 +204,7 @@ def points(found: Found, direct: str) -> list[Mapping[str, object]]:
             "width": cell.width,
             "requests_per_s": median(turns, lambda t: t.requests_per_s),
             "chunks_per_s": median(turns, lambda t: t.chunks_per_s),
-            "cpu_s_per_1000": None if name == direct else median(turns, lambda t: t.cpu),
+            "cpu_s_per_1000": None if name == direct else median(turns, cpu),
             "cpu_of_better": found.of_better(cell, name, _others(found, name, direct)),
             "p50_us": median(turns, lambda t: t.p50_us),
             "p99_us": median(turns, lambda t: t.p99_us),

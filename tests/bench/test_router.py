@@ -51,7 +51,7 @@ def found(**cpus: list[float]) -> Found:
 
 def test_a_ratio_is_of_the_better_peer_in_the_same_round() -> None:
     told = found(pdrt=[1.0, 2.0, 3.0], a=[2.0, 8.0, 1.0], b=[4.0, 2.0, 9.0])
-    assert told.of_better(JSON, "pdrt", ["a", "b"]) == 1.0  # of 0.5, 1 and 3
+    assert told.of_better(JSON, "pdrt", ["a", "b"]) == 0.5  # a's 0.5, 0.25 and 3
     assert told.of_better(JSON, "pdrt", []) is None
     assert found(pdrt=[1.0], a=[0.0]).of_better(JSON, "pdrt", ["a"]) is None
 
@@ -133,6 +133,7 @@ def test_processor_time_and_memory_are_read() -> None:
     before = cpu_s([os.getpid()])
     while cpu_s([os.getpid()]) < before + 0.02:
         sum(range(10_000))
+    assert len({cpu_s([os.getpid()]) for _ in range(100)}) > 50, "ticks are too coarse"
     assert memory_mb([os.getpid()]) > 1
     assert cpu_s([1 << 22]) == memory_mb([1 << 22]) == 0
 
