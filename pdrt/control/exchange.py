@@ -113,7 +113,6 @@ class PrefillLeg:
         self._status, self._headers = status, headers
 
     def on_body(self, data: bytes) -> None:
-        self._instance.signs += 1
         self._size += len(data)
         if self._size <= self._limit:
             self._said.append(data)
@@ -202,7 +201,6 @@ class JoinLeg:
         self._status, self._headers = status, headers
 
     def on_body(self, data: bytes) -> None:
-        self._instance.signs += 1
         self._body.take(data)
 
     def on_end(self) -> None:

@@ -16,7 +16,7 @@ from pdrt.control.breaker import Circuit, FaultedTooOften, PauseOver, Served
 from pdrt.control.breaker import Faulted as InstanceFaulted
 from pdrt.control.breaker import feed as feed_breaker
 from pdrt.control.choice import Because, Choice
-from pdrt.control.instances import ANY, Instance, Probe, reasons, watch
+from pdrt.control.instances import ANY, Instance, Probe, Signs, reasons, watch
 from pdrt.control.legs import Failure
 from pdrt.control.order import Pin
 from pdrt.control.pairs import Faulted, Pair, Renewed, feed
@@ -126,7 +126,7 @@ class Fleet:
         self.pairs = tuple(known.get(two) or Pair(*two, self._stale) for two in wanted)
         self._stale()
 
-    async def run(self, probe: Probe) -> None:
+    async def run(self, probe: Probe, signs: Signs) -> None:
         """Watch every instance, also those that come later. Cancel the task to stop."""
         watched: dict[Instance, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
@@ -138,7 +138,7 @@ class Fleet:
                     watched.pop(each).cancel()
                 for each in self.instances:
                     if each not in watched:
-                        watched[each] = tasks.create_task(self._watch(each, probe))
+                        watched[each] = tasks.create_task(self._watch(each, probe, signs))
                 await self._until_next()
 
     async def _until_next(self) -> None:
@@ -149,9 +149,9 @@ class Fleet:
                 await self.moved.wait()
         self.end_pauses()
 
-    async def _watch(self, instance: Instance, probe: Probe) -> None:
+    async def _watch(self, instance: Instance, probe: Probe, signs: Signs) -> None:
         timeouts = self.config.timeouts
-        await watch(instance, probe, timeouts.heartbeat_s, timeouts.heartbeat_timeout_s)
+        await watch(instance, probe, signs, timeouts.heartbeat_s, timeouts.heartbeat_timeout_s)
 
     # What instances tell.
 

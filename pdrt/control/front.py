@@ -157,7 +157,7 @@ class Router:
         probe = tools.upstream.plain_status if tools.is_plain else tools.upstream.status
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.fleet.run(probe))
+                tasks.create_task(self.fleet.run(probe, tools.upstream.signs))
                 tasks.create_task(self.screen.watch(lambda: self.fleet.instances))
                 tasks.create_task(self.roster.run())
                 tasks.create_task(watch(self.reloads))

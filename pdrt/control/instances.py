@@ -142,7 +142,6 @@ class Instance:
         self._is_leaving = False  # it said so, and has not been heard since
         self.is_full = False  # it said so, or refused for it, since its last beat
         self.nudged = asyncio.Event()  # look again now
-        self.signs = 0  # of life: rises with every piece of an answer
         self._bootstrap = _host_port(target.bootstrap or where)
         self._ranks: dict[int, Load] = {}
         self._holds: set[Hold] = set()
@@ -298,17 +297,20 @@ def _pool(status: Status | None) -> int:
 
 
 Probe: TypeAlias = Callable[[Instance], Awaitable[Status]]
+Signs: TypeAlias = Callable[[Instance], int]  # of life: rises with every piece of an answer
 
 
-async def watch(instance: Instance, probe: Probe, every: float, within: float) -> None:
+async def watch(
+    instance: Instance, probe: Probe, signs: Signs, every: float, within: float
+) -> None:
     """Probe forever, at once after a first miss. Cancel the task to stop."""
     while True:
-        before, signs = instance.health, instance.signs
+        before, seen = instance.health, signs(instance)
         try:
             async with asyncio.timeout(within):
                 status = await probe(instance)
         except TimeoutError:
-            if instance.signs == signs:  # a busy instance that sends answers is not dead
+            if signs(instance) == seen:  # a busy instance that sends answers is not dead
                 instance.missed(f"no answer within {within:g} s")
         except PdrtError as error:
             instance.missed(str(error))

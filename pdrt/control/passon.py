@@ -132,17 +132,10 @@ class DecodeLeg:
             self._limit = _NO_LIMIT
 
     def on_body(self, data: bytes) -> None:
-        self._instance.signs += 1
         if self._moving is not None and is_good(self.status):
             self._hear(self._moving, data)
         else:
             self._take(data)
-
-    def _on_chunk(self, chunk: bytes) -> None:
-        """Most of a stream needs no reading."""
-        self._instance.signs += 1
-        assert self._pass_on is not None, "else no chunks were asked for"
-        self._pass_on(chunk)
 
     def _hear(self, moving: Moving, data: bytes) -> None:
         """Whole events only, and what the stream says of its own end is not for the client."""
@@ -233,7 +226,7 @@ class DecodeLeg:
             self._finish()
         else:
             if self._pass_on is not None and self._moving is None and self.call is not None:
-                self.call.pass_chunks(self._on_chunk)
+                self.call.pass_chunks(self._pass_on)
             self.flow(is_full=self._client.is_full)
 
     def _finish(self) -> None:

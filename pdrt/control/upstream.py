@@ -40,6 +40,10 @@ class Upstream:
         found = self._heads[where, path] = head.encode() + self._bearer
         return found
 
+    def signs(self, instance: Instance) -> int:
+        """Of its life: rises with every piece of an answer from there."""
+        return self._pools.pool(instance.url).received
+
     async def get(self, instance: Instance, path: str) -> tuple[int, bytes]:
         """Raises PeerLost; a refused connection counts as the instance's death."""
         head = f"GET {path} HTTP/1.1\r\nhost: {instance.where}\r\n".encode()
@@ -98,7 +102,6 @@ class Whole:
         self._status = status
 
     def on_body(self, data: bytes) -> None:
-        self._instance.signs += 1
         if not self._body.take(data) and is_good(self._status):
             self._lose(too_long(self._instance, self._body.limit))
 

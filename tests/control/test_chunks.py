@@ -84,6 +84,7 @@ class Wire:
     """Stands for the transport, the pool and its outbox: nothing that is sent matters here."""
 
     where = "a backend"
+    received = 0
 
     @property
     def outbox(self) -> Wire:

@@ -244,6 +244,10 @@ async def _turn(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+def silent(_instance: Instance) -> int:
+    return 0
+
+
 async def test_a_first_miss_is_looked_at_again_at_once() -> None:
     one = instance()
     answers: list[Status | PdrtError] = [ready(), PeerLost("x"), PeerLost("x")]
@@ -257,7 +261,7 @@ async def test_a_first_miss_is_looked_at_again_at_once() -> None:
             raise answer
         return answer
 
-    task = asyncio.create_task(watch(one, probe, every=3600, within=3600))
+    task = asyncio.create_task(watch(one, probe, silent, every=3600, within=3600))
     await _turn(lambda: one.health is Health.ALIVE)
     one.nudged.set()
     await _turn(lambda: one.health is Health.DEAD)
@@ -273,7 +277,7 @@ async def test_a_probe_that_hangs_is_a_miss() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    task = asyncio.create_task(watch(one, probe, every=3600, within=0.001))
+    task = asyncio.create_task(watch(one, probe, silent, every=3600, within=0.001))
     await _turn(lambda: one.health is Health.DEAD)
     assert "no answer" in one.reason
     task.cancel()
@@ -287,11 +291,13 @@ async def test_an_instance_that_sends_answers_is_not_dead_however_slow_its_statu
     async def probe(_instance: Instance) -> Status:
         nonlocal probes
         probes += 1
-        one.signs += probes <= 5  # pieces of an answer come meanwhile, then no more
         await asyncio.Event().wait()
         raise AssertionError
 
-    task = asyncio.create_task(watch(one, probe, every=0.0001, within=0.001))
+    def signs(_instance: Instance) -> int:
+        return min(probes, 5)  # pieces of an answer come meanwhile, then no more
+
+    task = asyncio.create_task(watch(one, probe, signs, every=0.0001, within=0.001))
     await _turn(lambda: one.health is Health.DEAD)
     assert probes == 7
     task.cancel()

@@ -9,6 +9,7 @@ import pytest
 
 from pdrt.control.wire.exchange import Exchange
 from pdrt.control.wire.request import Request
+from pdrt.errors import Conflict
 from tests.control.fake_leader import stream
 from tests.control.router_rig import Rig, rig
 from tests.control.test_router_merge import ASK, PART, told
@@ -58,14 +59,16 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 async def test_all_but_the_first_pass_unread_and_all_are_counted(passed: list[bytes]) -> None:
     async with rig(policy={"backends": "plain"}) as r:
         gates = one_by_one(r)
-        before = r.instance(r.decode[0]).signs
+        assert r.router.tools is not None, "it runs"
+        decode, signs = r.instance(r.decode[0]), r.router.tools.upstream.signs
+        before = signs(decode)
         async with r.session.post(r.url + "/generate", data=BODY) as answer:
             for event, gate in zip(EVENTS, gates, strict=True):
                 assert await answer.content.readexactly(len(event)) == event
                 gate.set()
             assert await answer.read() == b""
         assert passed == [b"9\r\n%b\r\n" % event for event in EVENTS[1:]]
-        assert r.instance(r.decode[0]).signs == before + len(EVENTS)
+        assert signs(decode) == before + len(EVENTS)
         await r.at_rest()
         r.time.now += 1
         assert sum(second.pieces for second in r.router.screen.flow.series(r.time.now)) == 4
@@ -158,3 +161,28 @@ def test_a_chunk_comes_after_the_head_and_none_after_the_end() -> None:
     whole = line.sent
     exchange.pass_on(b"2\r\ncd\r\n")
     assert line.sent == whole
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ["passed", "half", "passed", "whole"],
+        ["passed", "half"],
+        ["passed", "half", "written", "whole"],
+        ["passed", "whole", "written", "half"],
+        ["written", "half", "passed", "whole"],
+        ["written", "whole", "passed", "half"],
+    ],
+)
+def test_an_event_left_half_is_ended_before_the_error_however_it_came(pieces: list[str]) -> None:
+    line = Kept()
+    exchange = begun(line)
+    for way, what in zip(pieces[::2], pieces[1::2], strict=True):
+        data = b"data: x\n\n" if what == "whole" else b"data: x"
+        if way == "passed":
+            exchange.pass_on(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            exchange.write(data)
+    exchange.break_off(Conflict("enough"))
+    assert (b"\r\n\n\nevent: error\n" in line.sent) == (pieces[-1] == "half")
+    assert b"event: error\n" in line.sent

@@ -186,6 +186,7 @@ class Connection(asyncio.Protocol):
         if call is None:  # nobody asked
             self.abort()
         elif self._is_between and call.on_chunk is not None and is_one_chunk(data):
+            self._pool.received += 1
             call.on_chunk(data)
         else:
             self._read(data)
@@ -251,6 +252,7 @@ class Connection(asyncio.Protocol):
             call.sink.on_head(status, self._headers)
 
     def on_body(self, data: bytes) -> None:
+        self._pool.received += 1
         call = self._call
         if call is not None and call.sink is not None and not self._is_whole:
             call.sink.on_body(data)
@@ -296,6 +298,7 @@ class Pool:
         self._all: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._quiet_since = clock()
+        self.received = 0  # pieces of answers, behind their heads
 
     def send(self, head: bytes, body: bytes, sink: Sink) -> Call:
         call = Call(sink)
