@@ -65,7 +65,6 @@ class Flow:
     def _clear(self) -> None:
         self._started = self._ended = self._failed = 0
         self._firsts, self._gaps = none(), none()
-        self._are_firsts = self._pieces = 0
 
     # Events.
 
@@ -80,14 +79,12 @@ class Flow:
         if now >= self._ends:
             self.turn(now)
         self._firsts[slot_of(seconds)] += 1
-        self._are_firsts += 1
 
     def gap(self, now: float, seconds: float) -> None:
         """A further piece of a stream has gone out, so long after the one before."""
         if now >= self._ends:
             self.turn(now)
         self._gaps[slot_of(seconds)] += 1
-        self._pieces += 1
 
     def ended(self, now: float, *, is_failed: bool) -> None:
         """A request is over."""
@@ -133,14 +130,13 @@ class Flow:
         self._ends += passed
 
     def _close(self) -> None:
-        firsts = few_of(self._firsts) if self._are_firsts else ()
-        gaps = few_of(self._gaps) if self._pieces else ()
+        firsts, gaps = few_of(self._firsts), few_of(self._gaps)
         self._seconds.append(
             Second(
                 started=self._started,
                 ended=self._ended,
                 failed=self._failed,
-                pieces=self._are_firsts + self._pieces,
+                pieces=sum(self._firsts) + sum(self._gaps),
                 tokens_per_s=self._tokens_per_s,
                 bytes_per_s=self._bytes_per_s,
                 first=tuple(percentiles(firsts, SHARES)),

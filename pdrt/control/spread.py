@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import exp2, log2
 from typing import Final, TypeAlias
 
@@ -14,11 +16,9 @@ _SHIFT: Final = -log2(FLOOR_S) * PER_OCTAVE
 Counts: TypeAlias = list[int]
 Few: TypeAlias = tuple[tuple[int, int], ...]  # (slot, count) of those that are not 0
 
-
-def slot_of(seconds: float) -> int:
-    if seconds <= FLOOR_S:
-        return 0
-    return min(int(log2(seconds) * PER_OCTAVE + _SHIFT), SLOTS - 1)
+_ENDS: Final = [FLOOR_S * 2 ** (slot / PER_OCTAVE) for slot in range(1, SLOTS)]
+# Every chunk of every stream asks, and a partial has no frame of its own.
+slot_of: Final[Callable[[float], int]] = partial(bisect_right, _ENDS)
 
 
 def seconds_of(slot: int) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
+from pdrt.control.wire.connection import Connection
+from pdrt.control.wire.connection import Host as AnyHost
 from pdrt.control.wire.outbox import MOST, Outbox
 
 
@@ -20,6 +22,12 @@ class Wire:
 
     def is_closing(self) -> bool:
         return self.has_ended
+
+    def set_write_buffer_limits(self, *, high: int) -> None:
+        pass
+
+    def get_extra_info(self, _name: str) -> None:
+        pass
 
     @property
     def transport(self) -> asyncio.Transport:
@@ -62,11 +70,24 @@ async def test_what_was_flushed_is_not_written_again_and_nothing_goes_to_the_clo
     assert told == [("one", b"1")]
 
 
-async def test_what_is_written_now_comes_after_what_waits() -> None:
+class Host:
+    """What a connection asks of its server before anything is read."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        self.outbox = Outbox()
+
+    def came(self, _connection: Connection) -> None:
+        pass
+
+
+async def test_what_is_sent_now_comes_after_what_waits() -> None:
     told: list[tuple[str, bytes]] = []
-    wire, outbox = Wire(told, "one"), Outbox()
-    outbox.write(wire.transport, b"1")
-    outbox.write_now(wire.transport, b"2")
+    connection = Connection(cast("AnyHost", Host()))
+    connection.connection_made(Wire(told, "one").transport)
+    connection.send(b"1")
+    connection.send_now(b"2")
     assert told == [("one", b"1"), ("one", b"2")]
     await asyncio.sleep(0)
     assert len(told) == 2

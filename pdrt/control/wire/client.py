@@ -104,6 +104,21 @@ class Call:
 class Connection(asyncio.Protocol):
     """One connection; one call at a time."""
 
+    __slots__ = (
+        "_call",
+        "_has_head",
+        "_head_bytes",
+        "_headers",
+        "_is_between",
+        "_is_interim",
+        "_is_reusable",
+        "_is_whole",
+        "_parser",
+        "_pool",
+        "_transport",
+        "idle_since",
+    )
+
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._parser = HttpResponseParser(self)

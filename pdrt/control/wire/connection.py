@@ -82,6 +82,31 @@ class Host(Protocol):
 
 
 class Connection(asyncio.Protocol):
+    __slots__ = (
+        "_ahead",
+        "_body",
+        "_body_bytes",
+        "_count",
+        "_current",
+        "_fed",
+        "_head_bytes",
+        "_headers",
+        "_host",
+        "_is_in_head",
+        "_is_last",
+        "_lingers",
+        "_moved_at",
+        "_open",
+        "_parser",
+        "_queue",
+        "_since",
+        "_target",
+        "_transport",
+        "_unread",
+        "address",
+        "is_full",
+    )
+
     def __init__(self, host: Host) -> None:
         self._host = host
         self._transport: asyncio.Transport | None = None
@@ -337,8 +362,11 @@ class Connection(asyncio.Protocol):
             self._host.outbox.write(self._transport, data)
 
     def send_now(self, data: bytes) -> None:
+        """After what waits. A chunk that comes alone gains nothing by waiting for others."""
         if self._transport is not None:
-            self._host.outbox.write_now(self._transport, data)
+            if (outbox := self._host.outbox).waiting:
+                outbox.flush()
+            self._transport.write(data)
 
     def head_lines(self, request: Request) -> bytes:
         host = self._host

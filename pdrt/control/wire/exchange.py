@@ -66,6 +66,7 @@ class Exchange:
         "_is_chunked",
         "_last",
         "_line",
+        "_passed",
         "error",
         "is_admitted",
         "is_events",
@@ -104,7 +105,8 @@ class Exchange:
         self.on_piece: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._is_chunked = False
-        self._last = END  # what was written ends so
+        self._last = END  # what was written ends so ...
+        self._passed = b""  # ... but for this chunk after it
         self._head = b""  # not sent yet
 
     @property
@@ -169,7 +171,7 @@ class Exchange:
             send(b"%b%x\r\n%b\r\n" % (head, len(chunk), chunk))
         else:
             send(head + chunk if head else chunk)
-        self._last = chunk
+        self._last, self._passed = chunk, b""
         if self.on_piece is not None and self.is_events:
             self.on_piece()
 
@@ -177,9 +179,10 @@ class Exchange:
         """Of a stream in chunks, one that `is_one_chunk` has recognized."""
         if self.is_over:
             return
-        head, self._head = self._head, b""
-        self._line.send_now(head + chunk if head else chunk)
-        self._last = end_of_data(chunk)
+        if self._head:
+            chunk, self._head = self._head + chunk, b""
+        self._line.send_now(chunk)
+        self._passed = chunk
         if self.on_piece is not None:
             self.on_piece()
 
@@ -199,7 +202,8 @@ class Exchange:
         if not self.is_events:
             self._end(is_whole=False)
             return
-        self.write(error_event(error, self.request.id, self.stage, self._last))
+        last = end_of_data(self._passed) if self._passed else self._last
+        self.write(error_event(error, self.request.id, self.stage, last))
         self.finish()
 
     def fail(self) -> None:

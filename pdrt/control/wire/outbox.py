@@ -17,26 +17,20 @@ class Outbox:
     """Between `write` and the end of the turn, what is written waits here, in its order."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[asyncio.Transport, bytes]] = []
+        self.waiting: list[tuple[asyncio.Transport, bytes]] = []
         self._bytes = 0
 
     def write(self, transport: asyncio.Transport, data: bytes) -> None:
-        if not self._waiting:
+        if not self.waiting:
             asyncio.get_running_loop().call_soon(self.flush)
-        self._waiting.append((transport, data))
+        self.waiting.append((transport, data))
         self._bytes += len(data)
         if self._bytes > MOST:
             self.flush()
 
-    def write_now(self, transport: asyncio.Transport, data: bytes) -> None:
-        """After what waits. A chunk that comes alone gains nothing by waiting for others."""
-        if self._waiting:
-            self.flush()
-        transport.write(data)
-
     def flush(self) -> None:
         """Now: before what must come after, like the end of a connection."""
-        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        waiting, self.waiting, self._bytes = self.waiting, [], 0
         for transport, data in waiting:
             if not transport.is_closing():
                 transport.write(data)
