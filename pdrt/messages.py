@@ -333,6 +333,7 @@ class AbortTransfer:
     number: Count = 0
     reason: Words = ""
     is_served: bool = False  # decode has all that it needs: its answer ended with the first token
+    is_leaving: bool = False  # the decode worker stops: another prefill would not help
 
 
 @_wire

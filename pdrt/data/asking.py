@@ -91,5 +91,6 @@ class Asking:
             number=self.number,
             reason=receiver.over_because,
             is_served=receiver.is_served,
+            is_leaving=receiver.is_leaving,
         )
         self._outbox.append(Tell(peer.endpoint, message))

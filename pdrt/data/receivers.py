@@ -136,7 +136,7 @@ class Receivers:
     def leave(self, problem: Problem, now: float) -> None:
         """Give up all of them."""
         for receiver in list(self.rooms.values()):
-            self._feed(receiver, Withdrawn(problem.message), now)
+            self._feed(receiver, Withdrawn(problem.message, is_leaving=True), now)
 
     # What the bootstrap server tells.
 

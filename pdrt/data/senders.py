@@ -270,7 +270,8 @@ class Senders:
         key = abort.room, abort.attempt
         # Where it was the client, nobody reads this; else another try may do.
         because = f": {abort.reason}" if abort.reason else ""
-        problem = self._problem(TransferFailed, key, f"the decode side gave it up{because}")
+        error = PeerLost if abort.is_leaving else TransferFailed
+        problem = self._problem(error, key, f"the decode side gave it up{because}")
         self.early.drop_room(session.name, key)
         sender = self.rooms.get(key)
         is_target = sender is not None and session.name in sender.targets

@@ -235,10 +235,14 @@ class SlotsValid:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """Our scheduler does not want it any more; `is_served`: because it has all that it needs."""
+    """Our scheduler does not want it any more; `is_served`: because it has all that it needs.
+
+    `is_leaving`: because the worker stops.
+    """
 
     reason: str
     is_served: bool = False
+    is_leaving: bool = False
 
 
 ReceiveInput: TypeAlias = Resolved | Admitted | PromptBegan | SlotsValid | Broke | Withdrawn
@@ -299,6 +303,7 @@ class Receiver:
     over_at: float = 0.0
     over_because: str = ""
     is_served: bool = False
+    is_leaving: bool = False
 
     @property
     def key(self) -> Key:
@@ -338,7 +343,7 @@ def _failed_admitted(r: Receiver, e: Broke) -> Sequence[ReceiveOutput]:
 
 
 def _withdrawn(r: Receiver, e: Withdrawn) -> Sequence[ReceiveOutput]:
-    r.over_because, r.is_served = e.reason, e.is_served
+    r.over_because, r.is_served, r.is_leaving = e.reason, e.is_served, e.is_leaving
     return [SayAbort()]
 
 

@@ -301,7 +301,9 @@ async def test_a_decode_worker_that_leaves_waits_for_its_writers(pair: Pair) -> 
     await pair.d.manager.leave(5.0)
     assert pair.d.has(Quiet, 1)
     assert pair.d.manager.stats().rooms == 0
-    await pair.p.until(SendEnded, 1)
+    problem = (await pair.p.until(SendEnded, 1)).problem
+    assert problem is not None
+    assert (problem.code, problem.stage) == ("peer_lost", "decode")  # another prefill is no help
 
 
 async def test_a_worker_that_never_served_has_nothing_to_leave() -> None:
