@@ -60,7 +60,7 @@ TopP = Annotated[
 @app.command(
     epilog="Examples: `pdrt up` · `pdrt up --prefill 2 --decode 2` ·"
     " `pdrt up --prefill-tp 3 --decode-dp 2 --transport tcp` ·"
-    " `pdrt up --hybrid 1 --model ./Qwen3-0.6B`"
+    " `pdrt up --hybrid 1 --model ./Qwen3-0.6B` · `PDRT_PORTS_ROUTER=9000 pdrt up`"
 )
 def up(
     prefill: Annotated[
