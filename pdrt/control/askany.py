@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from pdrt.control.instances import Instance
-from pdrt.control.upstream import Upstream
+from pdrt.control.upstream import Upstream, failure_of, is_good
 from pdrt.control.wire.reply import Reply
 from pdrt.control.wire.request import Request
 from pdrt.errors import DeadlinePassed, NotFound, PeerLost, Unavailable
@@ -19,7 +19,7 @@ _TRIES: Final = 3
 async def ask_any(
     instances: Iterable[Instance], upstream: Upstream, request: Request, within_s: float
 ) -> Reply:
-    """Raises NotFound, Unavailable or DeadlinePassed; what a leader refuses is its answer."""
+    """Raises NotFound, Unavailable or DeadlinePassed; what a leader refuses is told as it is."""
     body = request.json()
     able = _able(instances, body.get("model"))
     try:
@@ -56,4 +56,8 @@ async def _first_answer(able: list[Instance], upstream: Upstream, request: Reque
 async def _ask(instance: Instance, upstream: Upstream, request: Request) -> Reply:
     """Raises PeerLost."""
     lines = f"x-request-id: {request.id}\r\n".encode("latin-1")
-    return Reply(*await upstream.ask(instance, request.path, request.body, lines, MAX_ANSWER))
+    status, body = await upstream.ask(instance, request.path, request.body, lines, MAX_ANSWER)
+    if is_good(status):
+        return Reply(status, body)
+    failure = failure_of(instance, status, {}, body)  # other servers' need not be JSON
+    return Reply.error(failure.error, request.id, "router", failure.status)

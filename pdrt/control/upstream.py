@@ -160,7 +160,11 @@ def lost_error(instance: Instance, lost: Lost) -> PeerLost:
 def failure_of(instance: Instance, status: int, headers: Headers, body: bytes) -> Failure:
     """What an answer other than 2xx means for the client."""
     shown = status if 400 <= status < 600 else 502
-    error = error_from_answer(shown, body[:MAX_ERROR_BYTES], instance.name)
+    error: PdrtError
+    if shown == status:
+        error = error_from_answer(status, body[:MAX_ERROR_BYTES], instance.name)
+    else:
+        error = Unavailable(f"{instance.name} answered {status}, which ends nothing here")
     if shown in (401, 403):  # the router's trouble, not the client's
         return Failure.of(Unavailable(f"{instance.name} refuses us: {error}"))
     # A refusal (4xx), a full queue and a passed deadline are the same everywhere. Prefill is

@@ -471,6 +471,34 @@ async def test_a_plain_decodes_answer_is_held_until_prefill_is_known() -> None:
         await r.decode[0].seen[0].gone.wait()
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_redirect_is_told_as_what_it_was(side: str) -> None:
+    async with rig(policy={"backends": "plain"}) as r:
+        getattr(r, side)[0].plays.append(text(302, "elsewhere"))
+        got = await r.send()
+        assert (got.status, got.error["code"]) == (502, "unavailable")
+        assert f"{side} " in str(got.error["message"])
+        assert "answered 302" in str(got.error["message"])
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "error"),
+    [(404, 404, "not_found"), (500, 500, "internal"), (403, 503, "unavailable")],
+)
+async def test_a_plain_servers_refusal_of_other_questions_is_typed(
+    code: int, told: int, error: str
+) -> None:
+    async with rig(policy={"backends": "plain"}) as r:
+        for server in (*r.prefill, *r.decode):
+            server.plays.append(text(code, "no such page"))
+        got = await r.send(path="/tokenize")
+        assert (got.status, got.error["code"]) == (told, error)
+        assert f"answered {code}: no such page" in str(got.error["message"])
+        r.prefill[0].plays.clear()
+        r.decode[0].plays.clear()
+        assert (await r.send(path="/tokenize")).status == 200
+
+
 async def test_a_lost_plain_prefill_is_replaced_with_both_legs_anew() -> None:
     async with rig(prefill=2, policy={"backends": "plain"}) as r:
         r.prefill[0].plays.append(die)
