@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pdrt.control.wire.client import FORGET_S, IDLE_S, MAX_HEAD_BYTES, Call, Lost, Pool, Pools
+from pdrt.control.wire.client import (
+    ERROR_S,
+    FORGET_S,
+    IDLE_S,
+    MAX_HEAD_BYTES,
+    Call,
+    Lost,
+    Pool,
+    Pools,
+)
 
 Play = Callable[["Peer"], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -311,3 +320,86 @@ async def test_a_paused_call_reads_no_more_until_it_is_resumed() -> None:
         call.resume()
         while len(sink.body) < sent:
             await asyncio.sleep(0)
+
+
+# What is not of an answer.
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: a/b\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n"
+
+
+async def test_what_trails_an_answer_is_not_of_its_head() -> None:
+    async with rig() as r:
+        _, sink = r.ask()
+        peer = await r.peer()
+        peer.say(CHUNKED + b"0\r\ncontent-type: c/d\r\nx-more: 1\r\n\r\n")
+        await sink.over.wait()
+        assert (sink.body, sink.ends) == (b"ok", 1)
+        assert sink.headers == {b"content-type": b"a/b", b"transfer-encoding": b"chunked"}
+
+
+@pytest.mark.parametrize("line", [b"0\r\n" + b"x: y\r\n" * 40_000, b"2;" + b"x" * 200_000])
+async def test_what_is_beside_a_body_is_bounded(line: bytes) -> None:
+    async with rig() as r:
+        _, sink = r.ask()
+        peer = await r.peer()
+        peer.say(CHUNKED + line)
+        await sink.over.wait()
+        assert f"of more than {MAX_HEAD_BYTES} bytes" in sink.lost[0].cause
+        assert await peer.is_gone()
+
+
+async def test_a_body_may_be_as_long_as_it_likes() -> None:
+    async with rig() as r:
+        _, sink = r.ask()
+        peer = await r.peer()
+        long = 4 * MAX_HEAD_BYTES
+        peer.say(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % long + b"x" * long)
+        await sink.over.wait()
+        assert (len(sink.body), sink.lost) == (long, [])
+
+
+async def test_another_protocol_is_not_spoken() -> None:
+    faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, told: faults.append(told))
+    async with rig() as r:
+        _, sink = r.ask()
+        peer = await r.peer()
+        peer.say(b"HTTP/1.1 101 Go\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\nPRI")
+        await sink.over.wait()
+        assert "another protocol" in sink.lost[0].cause
+        assert await peer.is_gone()
+    assert not faults
+
+
+async def test_an_errors_text_is_not_waited_for_as_long_as_an_answers() -> None:
+    """CASES 1: its status says enough, and the other leg holds memory meanwhile."""
+    async with rig() as r:
+        _, refused = r.ask()
+        one = await r.peer()
+        _, good = r.ask()
+        other = await r.peer(2)
+        one.say(b"HTTP/1.1 400 Bad\r\ncontent-length: 50\r\n\r\nbecause of")
+        other.say(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\nonce upon")
+        await refused.came.wait()
+        await good.came.wait()
+        now = asyncio.get_running_loop().time()
+        r.pools.look(now)
+        assert not refused.ends
+        r.pools.look(now + ERROR_S + 0.01)
+        assert (refused.status, refused.body, refused.ends) == (400, b"because of", 1)
+        assert await one.is_gone()
+        assert not good.over.is_set()
+
+
+async def test_a_connection_whose_error_has_ended_is_kept() -> None:
+    async with rig() as r:
+        _, refused = r.ask()
+        peer = await r.peer()
+        peer.say(OK.replace(b"200 OK", b"400 Bad"))
+        await refused.over.wait()
+        _, good = r.ask()
+        await peer.request()
+        r.pools.look(asyncio.get_running_loop().time() + ERROR_S + 0.01)
+        peer.say(OK)
+        await good.over.wait()
+        assert (good.status, good.body, r.pool.open) == (200, b"ok", 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import ssl
 import sys
@@ -17,7 +18,12 @@ from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
 
 import structlog
-from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
+from httptools import (
+    HttpParserCallbackError,
+    HttpParserError,
+    HttpParserUpgrade,
+    HttpResponseParser,
+)
 
 from pdrt.control.http import cause_of
 from pdrt.control.wire.chunks import CRLF, PassOn, is_one_chunk
@@ -28,6 +34,8 @@ LOOK_EVERY_S: Final = 1.0
 FORGET_S: Final = 600.0  # an address without connections
 _SHORT: Final = 1 << 16  # bytes: to join them costs less than to write twice
 MAX_HEAD_BYTES: Final = 1 << 16
+ERROR_S: Final = 0.5  # and a look is at most a second later
+_ERRORS: Final = 400
 
 log = structlog.get_logger(__name__)
 
@@ -56,13 +64,14 @@ class Sink(Protocol):
 class Call:
     """One request under way."""
 
-    __slots__ = ("connection", "is_paused", "on_chunk", "sink", "task")
+    __slots__ = ("connection", "is_counted", "is_paused", "on_chunk", "sink", "task")
 
     def __init__(self, sink: Sink) -> None:
         self.sink: Sink | None = sink  # None: over
         self.connection: Connection | None = None
         self.task: asyncio.Task[None] | None = None  # while a connection is made
         self.is_paused = False
+        self.is_counted = True  # among what was received
         self.on_chunk: PassOn | None = None
 
     def pass_chunks(self, on_chunk: PassOn) -> None:
@@ -106,13 +115,14 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_call",
+        "_fed",
         "_has_head",
-        "_head_bytes",
         "_headers",
         "_is_between",
         "_is_interim",
         "_is_reusable",
         "_is_whole",
+        "_over_at",
         "_parser",
         "_pool",
         "_transport",
@@ -125,15 +135,16 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._call: Call | None = None
         self._headers: dict[bytes, bytes] = {}
-        self._head_bytes = 0
+        self._fed = 0  # bytes of a head, of chunks' marks, of trailers: since a body's part
         self._has_head = self._is_interim = self._is_whole = self._is_reusable = False
         self._is_between = False  # all that came ended with a chunk's end
+        self._over_at = math.inf  # what has come of an error by then is all that is waited for
         self.idle_since = 0.0
 
     def send(self, call: Call, head: bytes, body: bytes) -> None:
         assert self._transport is not None, "a connection is there before it is used"
         self._call, call.connection = call, self
-        self._headers, self._head_bytes = {}, 0
+        self._headers, self._fed, self._over_at = {}, 0, math.inf
         self._has_head = self._is_whole = self._is_between = False
         if call.is_paused:
             self.pause()
@@ -154,6 +165,13 @@ class Connection(asyncio.Protocol):
     def resume(self) -> None:
         if self.is_open:
             cast("asyncio.Transport", self._transport).resume_reading()
+
+    def look(self, now: float) -> None:
+        """An error's status says enough: its text is not waited for as long as an answer's."""
+        if now > self._over_at and (call := self._call) is not None:
+            self.abort()
+            if (sink := call.end()) is not None:
+                sink.on_end()
 
     def expect_chunks(self) -> None:
         """Acknowledge every second one: a packet for each is a twelfth of what passing it on costs.
@@ -207,8 +225,11 @@ class Connection(asyncio.Protocol):
             self._read(data)
 
     def _read(self, data: bytes) -> None:
+        self._fed += len(data)
         try:
             self._parser.feed_data(data)
+        except HttpParserUpgrade:
+            self._lose("it wants to speak another protocol")
         except HttpParserCallbackError:
             log.exception("answer_failed", of=self._pool.where)
             self._lose("an internal error; see the log")
@@ -221,12 +242,11 @@ class Connection(asyncio.Protocol):
         else:
             if self._is_whole:
                 self._finish()
+            elif self._fed > MAX_HEAD_BYTES:
+                what = "chunks' marks or trailers" if self._has_head else "a head"
+                self._lose(f"{what} of more than {MAX_HEAD_BYTES} bytes")
             elif self._is_between:
                 self._is_between = data.endswith(CRLF)  # else the next chunk's size has begun
-            elif not self._has_head:
-                self._head_bytes += len(data)
-                if self._head_bytes > MAX_HEAD_BYTES:
-                    self._lose(f"a head of more than {MAX_HEAD_BYTES} bytes")
 
     def _finish(self) -> None:
         """The answer is whole: the connection may be used again, if nothing came with it."""
@@ -250,7 +270,7 @@ class Connection(asyncio.Protocol):
             self._is_reusable = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_whole:
+        if not self._has_head:  # what trails an answer says no more of it
             self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
@@ -261,15 +281,18 @@ class Connection(asyncio.Protocol):
         if self._is_interim:
             self._headers = {}
             return
-        self._has_head = True
+        self._has_head, self._fed = True, 0
+        if status >= _ERRORS:
+            self._over_at = self._pool.clock() + ERROR_S
         call = self._call
         if call is not None and call.sink is not None:
             call.sink.on_head(status, self._headers)
 
     def on_body(self, data: bytes) -> None:
-        self._pool.received += 1
+        self._fed = 0
         call = self._call
         if call is not None and call.sink is not None and not self._is_whole:
+            self._pool.received += call.is_counted
             call.sink.on_body(data)
 
     def on_chunk_header(self) -> None:
@@ -308,7 +331,7 @@ class Pool:
         self.where = parts.netloc
         self._host, self._port = parts.hostname, parts.port
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._connect_s, self._clock = connect_s, clock
+        self._connect_s, self.clock = connect_s, clock
         self._free: list[Connection] = []
         self._all: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -356,11 +379,13 @@ class Pool:
         self._all.discard(connection)
 
     def back(self, connection: Connection) -> None:
-        connection.idle_since = self._clock()
+        connection.idle_since = self.clock()
         self._free.append(connection)
 
     def look(self, now: float) -> None:
-        """End what has been idle for long."""
+        """End what has been idle for long, and errors that do not end by themselves."""
+        for connection in tuple(self._all):
+            connection.look(now)
         kept = []
         for each in self._free:
             if each.is_open and now - each.idle_since < IDLE_S:
@@ -406,8 +431,8 @@ class Pools:
         return found
 
     def _look(self) -> None:
-        self.look(self._loop.time())
         self._next_look = self._loop.call_later(LOOK_EVERY_S, self._look)
+        self.look(self._loop.time())
 
     def look(self, now: float) -> None:
         for url, pool in tuple(self._pools.items()):
