@@ -27,7 +27,7 @@ from pdrt.control.upstream import (
     Headers,
     failure_of,
     is_good,
-    lost_error,
+    lost_leg,
     too_long,
 )
 from pdrt.control.wire.client import Call, Lost
@@ -133,7 +133,7 @@ class PrefillLeg:
             self._task = self._owner.spawn(self._read(body), self._failed)
 
     def on_lost(self, lost: Lost) -> None:
-        self._fail(lost_error(self._instance, lost))
+        self._fail(lost_leg(self._instance, lost))
 
     def _fail(self, error: PdrtError) -> None:
         self.cancel()
@@ -214,7 +214,7 @@ class JoinLeg:
             self._owner.say(self._refused())
 
     def on_lost(self, lost: Lost) -> None:
-        error = lost_error(self._instance, lost)
+        error = lost_leg(self._instance, lost)
         self._owner.say(self._failed(Failure.of(error, elsewhere=True)))
 
     async def _again(self) -> Event | None:

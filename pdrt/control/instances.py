@@ -259,13 +259,18 @@ class Instance:
             self.nudged.set()
             self._listener.changed()
 
+    def answers(self) -> None:
+        """It gives no beat, but sends answers: whether it is still full is not known."""
+        if self.is_full:
+            self.is_full = False
+            self._listener.changed()
+
     def missed(self, reason: str) -> None:
         self._step(Miss(), reason)
 
     def died(self, reason: str) -> None:
         """A refused connection is as good as two misses."""
         self._step(Died(), reason)
-        self.nudged.set()
 
     def _step(self, event: Event, reason: str) -> None:
         before = self.health
@@ -312,6 +317,8 @@ async def watch(
         except TimeoutError:
             if signs(instance) == seen:  # a busy instance that sends answers is not dead
                 instance.missed(f"no answer within {within:g} s")
+            else:
+                instance.answers()
         except PdrtError as error:
             instance.missed(str(error))
         else:

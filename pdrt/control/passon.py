@@ -29,7 +29,7 @@ from pdrt.control.upstream import (
     Headers,
     failure_of,
     is_good,
-    lost_error,
+    lost_leg,
     too_long,
 )
 from pdrt.control.wire.chunks import PassOn
@@ -180,7 +180,7 @@ class DecodeLeg:
             self._answered()
 
     def on_lost(self, lost: Lost) -> None:
-        self.lose(lost_error(self._instance, lost))
+        self.lose(lost_leg(self._instance, lost))
 
     def _answered(self) -> None:
         """The answer is good; `go` may come at once, or later."""

@@ -49,6 +49,7 @@ class Upstream:
         head = f"GET {path} HTTP/1.1\r\nhost: {instance.where}\r\n".encode()
         whole = Whole(instance, MAX_STATUS_BYTES)
         call = self._pools.pool(instance.url).send(b"%b%b\r\n" % (head, self._bearer), b"", whole)
+        call.is_counted = False  # that a look is answered, half of it perhaps, is no work done
         return await whole.answer(call)
 
     async def ask(
@@ -147,11 +148,16 @@ def is_good(status: int) -> bool:
     return 200 <= status < 300
 
 
+def lost_leg(instance: Instance, lost: Lost) -> PeerLost:
+    """The same for a request's leg: the instance is looked at now, not at the next beat."""
+    instance.nudged.set()
+    return lost_error(instance, lost)
+
+
 def lost_error(instance: Instance, lost: Lost) -> PeerLost:
-    """What a call without an answer means; the instance is looked at now, not at the next beat."""
+    """What a call without an answer means. A look that finds that is no reason to look again."""
     if lost.is_refused:
         instance.died(f"cannot connect: {lost.cause}")
-    instance.nudged.set()
     error = PeerLost(f"{instance.name} {lost.what}: {lost.cause}"[:500])
     error.stage = instance.role
     return error

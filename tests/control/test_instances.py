@@ -303,6 +303,27 @@ async def test_an_instance_that_sends_answers_is_not_dead_however_slow_its_statu
     task.cancel()
 
 
+async def test_an_instance_without_beats_that_sends_answers_is_not_full_for_ever() -> None:
+    one = instance()
+    one.heard(ready())
+    one.overflowed()
+    seen = 0
+
+    async def probe(_instance: Instance) -> Status:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def signs(_instance: Instance) -> int:
+        nonlocal seen
+        seen += 1
+        return seen
+
+    task = asyncio.create_task(watch(one, probe, signs, every=3600, within=0.001))
+    await _turn(lambda: not one.is_full)
+    assert one.health is Health.ALIVE
+    task.cancel()
+
+
 # The choice.
 
 

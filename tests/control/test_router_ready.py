@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from aiohttp import web
 
 from pdrt.config import RouterConfig
+from pdrt.control.instances import Instance, Status
 from pdrt.control.router import make_router
+from pdrt.control.upstream import Upstream
+from pdrt.data.peer import Health
 from pdrt.errors import ConfigError
-from tests.control.fake_leader import die, good, hang, status, stream
+from tests.control.fake_leader import Seen, die, good, hang, status, stream
 from tests.control.router_rig import KEY, Rig, rig, until
 
 
@@ -195,3 +199,64 @@ async def test_an_instance_that_cannot_serve_is_looked_at_now() -> None:
         assert (await r.send()).status == 503
         await until(lambda: not r.router.fleet.is_ready)
         assert (await r.get("/ready")).status == 503
+
+
+# How often instances are looked at.
+
+
+async def test_one_that_refuses_connections_is_looked_at_once_a_beat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The look that failed is no reason for another: a core was busy with it."""
+    looks, really = 0, Upstream.status
+
+    async def counted(upstream: Upstream, instance: Instance) -> Status:
+        nonlocal looks
+        looks += 1
+        return await really(upstream, instance)
+
+    monkeypatch.setattr(Upstream, "status", counted)
+    async with rig() as r:
+        await r.lose(r.decode[0])
+        before = looks
+        for _ in range(500):
+            await asyncio.sleep(0)
+        assert looks - before <= 1
+
+
+async def test_one_that_sends_answers_lives_while_it_gives_no_beat() -> None:
+    timeouts = {"heartbeat_s": 0.3, "heartbeat_timeout_s": 0.3}
+    gates = [asyncio.Event() for _ in range(3)]
+    pieces = [each for gate in gates for each in (b"data: x\n\n", gate)]
+
+    async def silent(_request: web.Request, _seen: Seen) -> web.StreamResponse:
+        for gate in gates:
+            if not gate.is_set():
+                gate.set()  # a piece of the answer comes while it is looked at
+                break
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async with rig(policy={"migrate": False}, timeouts=timeouts) as r:
+        decode = r.instance(r.decode[0])
+        r.decode[0].plays.append(stream(*pieces, ending="hang"))
+        asked = r.sending(stream=True)
+        await until(lambda: any(relay.first_byte_at for relay in r.router.relays))
+        r.decode[0].status_play = silent
+        await until(lambda: decode.health is Health.DEAD)
+        assert all(gate.is_set() for gate in gates)
+        assert b"event: error" in (await asked).body
+
+
+async def test_half_a_beat_is_none() -> None:
+    async def half(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"{")
+        return await hang(request, seen)
+
+    timeouts = {"heartbeat_s": 0.3, "heartbeat_timeout_s": 0.3}
+    async with rig(timeouts=timeouts) as r:
+        decode = r.instance(r.decode[0])
+        r.decode[0].status_play = half
+        await until(lambda: decode.health is Health.DEAD)
