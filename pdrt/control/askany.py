@@ -7,19 +7,20 @@ from collections.abc import Iterable
 from typing import Final
 
 from pdrt.control.instances import Instance
-from pdrt.control.upstream import Upstream, failure_of, is_good
+from pdrt.control.upstream import Upstream, is_good, refusal_of
 from pdrt.control.wire.reply import Reply
 from pdrt.control.wire.request import Request
 from pdrt.errors import DeadlinePassed, NotFound, PeerLost, Unavailable
 
 MAX_ANSWER: Final = 1 << 27
 _TRIES: Final = 3
+EACH_S: Final = 10.0  # tokenizers take less than one for any prompt that fits
 
 
 async def ask_any(
     instances: Iterable[Instance], upstream: Upstream, request: Request, within_s: float
 ) -> Reply:
-    """Raises NotFound, Unavailable or DeadlinePassed; what a leader refuses is told as it is."""
+    """Raises NotFound, Unavailable or DeadlinePassed; what an instance refuses is an answer."""
     body = request.json()
     able = _able(instances, body.get("model"))
     try:
@@ -47,7 +48,10 @@ async def _first_answer(able: list[Instance], upstream: Upstream, request: Reque
     lost = PeerLost("no instance answered")
     for instance in able[:_TRIES]:
         try:
-            return await _ask(instance, upstream, request)
+            async with asyncio.timeout(EACH_S):
+                return await _ask(instance, upstream, request)
+        except TimeoutError:
+            lost = PeerLost(f"{instance.name} did not answer within {EACH_S:g} s")
         except PeerLost as error:
             lost = error
     raise lost
@@ -56,8 +60,15 @@ async def _first_answer(able: list[Instance], upstream: Upstream, request: Reque
 async def _ask(instance: Instance, upstream: Upstream, request: Request) -> Reply:
     """Raises PeerLost."""
     lines = f"x-request-id: {request.id}\r\n".encode("latin-1")
-    status, body = await upstream.ask(instance, request.path, request.body, lines, MAX_ANSWER)
-    if is_good(status):
+    status, headers, body = await upstream.ask(
+        instance, request.path, request.body, lines, MAX_ANSWER
+    )
+    if not is_good(status):
+        error, status = refusal_of(instance, status, body)
+        after = headers.get(b"retry-after", b"")
+        error.retry_after = int(after) if after.isdigit() else error.retry_after
+    elif body.lstrip()[:1] == b"{":
         return Reply(status, body)
-    failure = failure_of(instance, status, {}, body)  # other servers' need not be JSON
-    return Reply.error(failure.error, request.id, "router", failure.status)
+    else:
+        error, status = Unavailable(f"{instance.name} answered {status} without JSON"), 502
+    return Reply.error(error, request.id, instance.name, status)

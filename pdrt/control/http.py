@@ -120,15 +120,17 @@ def tls_reason(error: ClientSSLError) -> str:
 def error_from_answer(status: int, body: bytes, where: str) -> PdrtError:
     """The typed error in another process's answer; `where` names it if the answer does not say."""
     told: Any = None
+    kind = _BY_STATUS.get(status) or (BadRequest if 400 <= status < 500 else PdrtError)
     try:
         told = json.loads(body)["error"]
-        code, message = str(told["code"]), str(told["message"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        code, message = told.get("code"), str(told["message"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         text = body[:200].decode(errors="replace")
-        kind = _BY_STATUS.get(status, PdrtError)
         return _at(kind(f"{where} answered {status}: {text}"), where)
     stage = str(told.get("stage") or where)
-    return _error(code, message, stage, _BY_STATUS.get(status, PdrtError))
+    if not isinstance(code, str):  # other servers say null, or the status
+        return _at(kind(message), stage)
+    return _error(code, message, stage, kind)
 
 
 def error_of_client(error: ClientError | TimeoutError | OSError, where: str) -> PdrtError:

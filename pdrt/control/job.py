@@ -107,7 +107,7 @@ class PlainJob:
 
     def __init__(self, fields: Json, raw: bytes) -> None:
         self.fields, self._raw = fields, raw
-        self.stream = fields.get("stream") is True
+        self.stream = bool(fields.get("stream"))  # as lenient servers read it
         self.sequences = 1
         self.prompt: object = None
         for name in _PROMPTS:
@@ -159,7 +159,8 @@ class PlainJob:
         fields, raw = self.fields, self._raw
         if "stream_options" in fields or raw.count(b'"stream"') != 1 or b"\\u" in raw:
             return None
-        return _STREAM.sub(b'"stream":false', raw, count=1)
+        without, count = _STREAM.subn(b'"stream":false', raw, count=1)
+        return without if count else None
 
     def merge(self, request_id: str, created: int) -> Merge | None:
         """Plain backends see to it themselves."""

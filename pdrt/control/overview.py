@@ -97,7 +97,7 @@ def overview(
     return {
         "version": VERSION,
         "router": asdict(facts),
-        "models": sorted({i.status.model for i in instances if i.status and i.status.model}),
+        "models": sorted({i.model for i in instances if i.status and i.model}),
         "instances": [_instance(each, rates.get(each.name, _NO_RATES)) for each in instances],
         "pairs": [_pair(each) for each in unlike],
         "pairs_total": len(pairs),

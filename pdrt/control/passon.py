@@ -23,6 +23,7 @@ from pdrt.control.legs import (
 )
 from pdrt.control.merge import MERGED_ANSWER, Merge
 from pdrt.control.moving import Moving
+from pdrt.control.sse import TYPE
 from pdrt.control.ticket import Client
 from pdrt.control.upstream import (
     MAX_ERROR_BYTES,
@@ -34,11 +35,14 @@ from pdrt.control.upstream import (
 )
 from pdrt.control.wire.chunks import PassOn
 from pdrt.control.wire.client import Call, Lost
+from pdrt.control.wire.reply import JSON_TYPE
 from pdrt.errors import PdrtError, PeerLost
 
 SHORT_ANSWER: Final = 1 << 20  # an answer that is not streamed is checked whole up to this size
 _NO_LIMIT: Final = 1 << 62  # it is paused once it has begun
 _NOTHING: Final[Json] = {}
+_JSON: Final = JSON_TYPE.encode()
+_EVENTS: Final = TYPE.encode()
 
 
 @dataclass(slots=True)  # not frozen: each request has one
@@ -126,10 +130,15 @@ class DecodeLeg:
             self._waits_for_all, self._limit = True, MAX_ERROR_BYTES
         elif self._merge is not None and not self._is_stream:
             self._waits_for_all, self._limit = True, MERGED_ANSWER
-        elif not self._is_stream and length <= SHORT_ANSWER:
+        elif not self._is_streamed(headers) and length <= SHORT_ANSWER:
             self._waits_for_all, self._limit = True, SHORT_ANSWER
         else:
             self._limit = _NO_LIMIT
+
+    def _is_streamed(self, headers: Headers) -> bool:
+        """By what it says it is: plain servers understand their requests in their own way."""
+        kind = headers.get(b"content-type", b"").lower()
+        return not kind.startswith(_JSON) if self._is_stream else kind.startswith(_EVENTS)
 
     def on_body(self, data: bytes) -> None:
         if self._moving is not None and is_good(self.status):

@@ -16,7 +16,7 @@ _SHIFT: Final = -log2(FLOOR_S) * PER_OCTAVE
 Counts: TypeAlias = list[int]
 Few: TypeAlias = tuple[tuple[int, int], ...]  # (slot, count) of those that are not 0
 
-_ENDS: Final = [FLOOR_S * 2 ** (slot / PER_OCTAVE) for slot in range(1, SLOTS)]
+_ENDS: Final = tuple(FLOOR_S * 2 ** (slot / PER_OCTAVE) for slot in range(1, SLOTS))
 # Every chunk of every stream asks, and a partial has no frame of its own.
 slot_of: Final[Callable[[float], int]] = partial(bisect_right, _ENDS)
 

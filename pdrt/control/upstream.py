@@ -12,6 +12,7 @@ from pdrt.control.legs import Failure
 from pdrt.control.wire.client import Call, Lost, Pools, Sink
 from pdrt.errors import BadMessage, BadRequest, PdrtError, PeerLost, Unavailable
 
+_NOT_US: Final = (401, 403)
 MAX_ERROR_BYTES: Final = 1 << 16
 MAX_STATUS_BYTES: Final = 1 << 18
 _MOST_HEADS: Final = 1 << 14
@@ -54,10 +55,11 @@ class Upstream:
 
     async def ask(
         self, instance: Instance, path: str, body: bytes, lines: bytes, most: int
-    ) -> tuple[int, bytes]:
+    ) -> tuple[int, Headers, bytes]:
         """The same for a question with a body."""
         whole = Whole(instance, most)
-        return await whole.answer(self.post(instance, path, body, lines, whole))
+        status, told = await whole.answer(self.post(instance, path, body, lines, whole))
+        return status, whole.headers, told
 
     async def status(self, instance: Instance) -> Status:
         """What a pdrt leader says of itself. Raises PdrtError."""
@@ -83,10 +85,11 @@ class Upstream:
 class Whole:
     """Collects an answer, up to `limit` if it is a good one. Make it in a loop."""
 
-    __slots__ = ("_answered", "_body", "_instance", "_status")
+    __slots__ = ("_answered", "_body", "_instance", "_status", "headers")
 
     def __init__(self, instance: Instance, limit: int) -> None:
         self._instance, self._status = instance, 0
+        self.headers: Headers = {}
         self._body = Body(limit)
         self._answered: asyncio.Future[tuple[int, bytes]] = (
             asyncio.get_running_loop().create_future()
@@ -99,8 +102,8 @@ class Whole:
         finally:
             call.cancel()
 
-    def on_head(self, status: int, _headers: Headers) -> None:
-        self._status = status
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status, self.headers = status, headers
 
     def on_body(self, data: bytes) -> None:
         if not self._body.take(data) and is_good(self._status):
@@ -163,16 +166,25 @@ def lost_error(instance: Instance, lost: Lost) -> PeerLost:
     return error
 
 
+def refusal_of(instance: Instance, status: int, body: bytes) -> tuple[PdrtError, int]:
+    """What clients are told in place of an answer other than 2xx, and the status of that."""
+    where = instance.name
+    if not 400 <= status < 600:
+        odd = (
+            f"{where} answered {status}, neither an answer nor an error; redirects are not followed"
+        )
+        return _at(Unavailable(odd), where), 502
+    error = error_from_answer(status, body[:MAX_ERROR_BYTES], where)
+    if status in _NOT_US:  # the router's trouble, not the client's
+        return _at(Unavailable(f"{where} refuses us: {error}"), where), Unavailable.status
+    return error, status
+
+
 def failure_of(instance: Instance, status: int, headers: Headers, body: bytes) -> Failure:
-    """What an answer other than 2xx means for the client."""
-    shown = status if 400 <= status < 600 else 502
-    error: PdrtError
-    if shown == status:
-        error = error_from_answer(status, body[:MAX_ERROR_BYTES], instance.name)
-    else:
-        error = Unavailable(f"{instance.name} answered {status}, which ends nothing here")
-    if shown in (401, 403):  # the router's trouble, not the client's
-        return Failure.of(Unavailable(f"{instance.name} refuses us: {error}"))
+    """What an answer other than 2xx means for the client, and for the instance."""
+    error, shown = refusal_of(instance, status, body)
+    if status in _NOT_US:
+        return Failure.of(error)
     # A refusal (4xx), a full queue and a passed deadline are the same everywhere. Prefill is
     # tried again after any fault; decode's only when it says that another would do.
     faults = range(500, 600) if instance.role == "prefill" else (502, 503)
@@ -182,3 +194,8 @@ def failure_of(instance: Instance, status: int, headers: Headers, body: bytes) -
     if shown in (502, 503):  # perhaps it cannot serve at all
         instance.nudged.set()
     return Failure(error, shown, elsewhere, headers.get(b"retry-after", b"").decode("latin-1"))
+
+
+def _at(error: PdrtError, stage: str) -> PdrtError:
+    error.stage = stage
+    return error

@@ -91,6 +91,29 @@ def test_an_answer_that_is_no_error_of_ours_gets_one_by_its_status(body: bytes) 
     assert "p0 answered 429" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("status", "told", "kind"),
+    [
+        (400, {"message": "m", "code": None}, BadRequest),
+        (422, {"message": "m"}, BadRequest),
+        (415, {"message": "m", "code": 415}, BadRequest),
+        (429, {"message": "m", "type": "t", "param": None, "code": 429}, Overloaded),
+    ],
+)
+def test_other_servers_errors_are_told_in_their_own_words(
+    status: int, told: object, kind: type[PdrtError]
+) -> None:
+    error = error_from_answer(status, json.dumps({"error": told}).encode(), "p0")
+    assert (type(error), str(error), error.stage) == (kind, "m", "p0")
+
+
+@pytest.mark.parametrize("status", [402, 405, 418, 422])
+def test_a_clients_mistake_is_never_a_fault_of_ours(status: int) -> None:
+    error = error_from_answer(status, b"no such thing", "p0")
+    assert isinstance(error, BadRequest)
+    assert str(error) == f"p0 answered {status}: no such thing"
+
+
 def test_a_full_or_absent_server_says_when_to_come_again() -> None:
     assert error_response(Overloaded("full")).headers["retry-after"] == "1"
     assert error_response(Unavailable("gone")).headers["retry-after"] == "1"

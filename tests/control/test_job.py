@@ -83,3 +83,11 @@ def test_alone_it_is_sent_as_it_came() -> None:
 def test_a_large_body_is_not_encoded_anew() -> None:
     raw = b'{"input_ids": [' + b"1, " * 100_000 + b"1]}"
     assert job(raw).body("decode", There()).startswith(raw[:-1])
+
+
+@pytest.mark.parametrize("said", [b"true", b"1", b'"true"'])
+def test_prefill_is_not_asked_to_stream_however_a_client_says_it(said: bytes) -> None:
+    asked = job(b'{"prompt": "a", "stream": %b}' % said)
+    assert asked.stream
+    assert not json.loads(asked.body("prefill", There())).get("stream")
+    assert json.loads(asked.body("decode", There()))["stream"] == json.loads(said)

@@ -186,3 +186,9 @@ def test_an_event_left_half_is_ended_before_the_error_however_it_came(pieces: li
     exchange.break_off(Conflict("enough"))
     assert (b"\r\n\n\nevent: error\n" in line.sent) == (pieces[-1] == "half")
     assert b"event: error\n" in line.sent
+
+
+def test_a_streams_type_is_known_in_any_case() -> None:
+    asked = Request("POST", "/generate", "", {}, is_1_1=True, keeps_alive=True)
+    exchange = Exchange(Kept(), asked, "router")
+    assert exchange.start(200, {b"content-type": b"Text/Event-Stream; charset=utf-8"}) is not None

@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 from aiohttp import web
 
+from pdrt.control import askany
 from pdrt.data.peer import Health
 from tests.control.fake_leader import (
     Play,
@@ -479,6 +480,7 @@ async def test_a_redirect_is_told_as_what_it_was(side: str) -> None:
         assert (got.status, got.error["code"]) == (502, "unavailable")
         assert f"{side} " in str(got.error["message"])
         assert "answered 302" in str(got.error["message"])
+        assert str(got.error["stage"]).startswith(side)
 
 
 @pytest.mark.parametrize(
@@ -497,6 +499,66 @@ async def test_a_plain_servers_refusal_of_other_questions_is_typed(
         r.prefill[0].plays.clear()
         r.decode[0].plays.clear()
         assert (await r.send(path="/tokenize")).status == 200
+
+
+async def test_a_question_refused_as_one_too_many_leaves_the_server_in_use() -> None:
+    async def full(_request: web.Request, _seen: Seen) -> web.StreamResponse:
+        return web.Response(status=429, text="slow down", headers={"retry-after": "17"})
+
+    async with rig(policy={"backends": "plain"}) as r:
+        for server in (*r.prefill, *r.decode):
+            server.plays.append(full)
+        got = await r.send(path="/tokenize")
+        assert (got.status, got.error["code"]) == (429, "overloaded")
+        assert got.headers["retry-after"] == "17"
+        assert not any(each.is_full for each in r.router.fleet.instances)
+
+
+@pytest.mark.parametrize(("code", "body"), [(200, "<html>"), (200, ""), (204, "")])
+async def test_what_is_no_answer_to_a_question_is_told_as_that(code: int, body: str) -> None:
+    async with rig(policy={"backends": "plain"}) as r:
+        for server in (*r.prefill, *r.decode):
+            server.plays.append(text(code, body))
+        got = await r.send(path="/tokenize")
+        assert (got.status, got.error["code"]) == (502, "unavailable")
+
+
+async def test_a_question_that_one_does_not_answer_is_put_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(askany, "EACH_S", 0.05)
+    async with rig(policy={"backends": "plain"}) as r:
+        r.prefill[0].plays.append(hang)
+        r.decode[0].plays.append(good({"tokens": [1]}))
+        assert (await r.send(path="/tokenize")).status == 200
+        r.prefill[0].plays.append(hang)
+        r.decode[0].plays.append(hang)
+        got = await r.send(path="/tokenize")
+        assert (got.status, got.error["code"]) == (503, "peer_lost")
+
+
+async def test_a_whole_answer_to_who_asked_for_a_stream_is_checked_whole() -> None:
+    async def cut(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "application/json"})
+        response.content_length = 100
+        await response.prepare(request)
+        await response.write(b'{"half": ')
+        return await die(request, seen)
+
+    async with rig(policy={"backends": "plain"}) as r:
+        r.decode[0].plays.append(cut)
+        got = await r.send(stream=True)
+        assert (got.status, got.error["code"]) == (503, "peer_lost")
+
+
+async def test_a_stream_nobody_asked_for_is_passed_on_as_it_comes() -> None:
+    gate = asyncio.Event()
+    async with rig(policy={"backends": "plain"}) as r:
+        r.decode[0].plays.append(stream(b"data: 1\n\n", gate, b"data: 2\n\n"))
+        async with r.session.post(r.url + "/generate", json={"prompt": "hi"}) as answer:
+            assert await answer.content.readexactly(9) == b"data: 1\n\n"
+            gate.set()
+            assert await answer.read() == b"data: 2\n\n"
 
 
 async def test_a_lost_plain_prefill_is_replaced_with_both_legs_anew() -> None:

@@ -105,8 +105,8 @@ class Exchange:
         self.on_piece: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._is_chunked = False
-        self._last = END  # what was written ends so ...
-        self._passed = b""  # ... but for this chunk after it
+        self._last = END  # bytes of what was written
+        self._passed = b""  # what has passed since
         self._head = b""  # not sent yet
 
     @property
@@ -147,7 +147,7 @@ class Exchange:
             return None
         self.status, self.path_label = status, path
         kind = headers.get(b"content-type", b"")
-        self.is_events = kind.startswith(_EVENTS)
+        self.is_events = kind.lower().startswith(_EVENTS)
         own = b"content-type: %b\r\n" % kind if kind else b""
         length = headers.get(b"content-length")
         if length and not self.is_events:  # an error event may come in place of a stream's rest
@@ -171,7 +171,7 @@ class Exchange:
             send(b"%b%x\r\n%b\r\n" % (head, len(chunk), chunk))
         else:
             send(head + chunk if head else chunk)
-        self._last, self._passed = chunk, b""
+        self._last, self._passed = chunk[-len(END) :], b""
         if self.on_piece is not None and self.is_events:
             self.on_piece()
 
