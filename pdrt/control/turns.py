@@ -60,6 +60,8 @@ class Turn(Strict):
             raise ValueError("tool_calls are the assistant's")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("tool_call_id is for the role tool, which needs it")
+        if self.content is None and self.role != "assistant":  # clients send its empty turns back
+            raise ValueError(f"content is missing, which the role {self.role} needs")
         return self
 
     @property
