@@ -1,13 +1,14 @@
 """Alarms that are looked at together: most are called off long before they would ring.
 
 The loop's own timers are kept in order and ring to the millisecond, which every request pays for
-and none needs: these ring up to `EVERY_S` late, never early.
+and none needs: these ring up to `EVERY_S` late, never early, and while none is due nobody looks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from math import inf
+from typing import Final, Protocol
 
 EVERY_S: Final = 0.05
 
@@ -25,33 +26,46 @@ class Coarse:
         self._waiting.discard(self)
 
 
+class Timer(Protocol):
+    def cancel(self) -> object: ...
+
+
 class Alarms:
-    """`call_later` is the loop's, and called only while an alarm is waited for."""
+    """They are looked at when the first one is due, by the loop's `call_later`."""
 
     def __init__(
         self,
         clock: Callable[[], float],
-        call_later: Callable[[float, Callable[[], None]], object],
+        call_later: Callable[[float, Callable[[], None]], Timer],
     ) -> None:
         self._clock, self._call_later = clock, call_later
         self._waiting: set[Coarse] = set()
-        self._is_looking = False
+        self._looks_at = inf
+        self._next_look: Timer | None = None
 
     def set(self, delay: float, ring: Callable[[], None]) -> Coarse:
-        alarm = Coarse(self._clock() + delay, ring, self._waiting)
+        now = self._clock()
+        alarm = Coarse(now + delay, ring, self._waiting)
         self._waiting.add(alarm)
-        if not self._is_looking:
-            self._is_looking = True
-            self._call_later(EVERY_S, self._look)
+        if alarm.at + EVERY_S < self._looks_at:
+            self._look_at(alarm.at, now)
         return alarm
 
+    def _look_at(self, at: float, now: float) -> None:
+        if self._next_look is not None:
+            self._next_look.cancel()
+        self._looks_at = max(at, now + EVERY_S)
+        self._next_look = self._call_later(self._looks_at - now, self._look)
+
     def _look(self) -> None:
-        if not self._waiting:
-            self._is_looking = False
-            return
-        self._call_later(EVERY_S, self._look)  # first: whatever a ring may raise
+        self._next_look, self._looks_at = None, inf
         now = self._clock()
-        for each in [alarm for alarm in self._waiting if alarm.at <= now]:
+        due = [alarm for alarm in self._waiting if alarm.at <= now]
+        if due:
+            self._look_at(now, now)  # first: whatever a ring may raise
+        elif self._waiting:
+            self._look_at(min(alarm.at for alarm in self._waiting), now)
+        for each in due:
             if each in self._waiting:  # not called off by what rang before it
                 each.cancel()
                 each.ring()
