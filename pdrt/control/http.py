@@ -126,18 +126,18 @@ def error_from_answer(status: int, body: bytes, where: str) -> PdrtError:
         code, message = told.get("code"), str(told["message"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         text = body[:200].decode(errors="replace")
-        return _at(kind(f"{where} answered {status}: {text}"), where)
+        return at_stage(kind(f"{where} answered {status}: {text}"), where)
     stage = str(told.get("stage") or where)
     if not isinstance(code, str):  # other servers say null, or the status
-        return _at(kind(message), stage)
+        return at_stage(kind(message), stage)
     return _error(code, message, stage, kind)
 
 
 def error_of_client(error: ClientError | TimeoutError | OSError, where: str) -> PdrtError:
     """What a failed call to another process is called here."""
     if isinstance(error, TimeoutError):
-        return _at(Unavailable(f"{where} did not answer in time"), where)
-    return _at(Unavailable(f"{where} cannot be reached: {cause_of(error)}"), where)
+        return at_stage(Unavailable(f"{where} did not answer in time"), where)
+    return at_stage(Unavailable(f"{where} cannot be reached: {cause_of(error)}"), where)
 
 
 def cause_of(error: ClientError | OSError | TimeoutError) -> str:
@@ -151,11 +151,11 @@ def cause_of(error: ClientError | OSError | TimeoutError) -> str:
 def _error(code: str, message: str, stage: str, otherwise: type[PdrtError]) -> PdrtError:
     kind = tree().get(code)
     if kind is None:
-        return _at(otherwise(f"{code}: {message}"), stage)
-    return _at(kind.__new__(kind, message), stage)  # not every __init__ takes one message
+        return at_stage(otherwise(f"{code}: {message}"), stage)
+    return at_stage(kind.__new__(kind, message), stage)  # not every __init__ takes one message
 
 
-def _at(error: PdrtError, stage: str) -> PdrtError:
+def at_stage(error: PdrtError, stage: str) -> PdrtError:
     error.stage = stage
     return error
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
-from pdrt.control.http import error_from_answer, parse_object
+from pdrt.control.http import at_stage, error_from_answer, parse_object
 from pdrt.control.instances import Instance, Status, read_status
 from pdrt.control.legs import Failure
 from pdrt.control.wire.client import Call, Lost, Pools, Sink
@@ -173,10 +173,10 @@ def refusal_of(instance: Instance, status: int, body: bytes) -> tuple[PdrtError,
         odd = (
             f"{where} answered {status}, neither an answer nor an error; redirects are not followed"
         )
-        return _at(Unavailable(odd), where), 502
+        return at_stage(Unavailable(odd), where), 502
     error = error_from_answer(status, body[:MAX_ERROR_BYTES], where)
     if status in _NOT_US:  # the router's trouble, not the client's
-        return _at(Unavailable(f"{where} refuses us: {error}"), where), Unavailable.status
+        return at_stage(Unavailable(f"{where} refuses us: {error}"), where), Unavailable.status
     return error, status
 
 
@@ -194,8 +194,3 @@ def failure_of(instance: Instance, status: int, headers: Headers, body: bytes) -
     if shown in (502, 503):  # perhaps it cannot serve at all
         instance.nudged.set()
     return Failure(error, shown, elsewhere, headers.get(b"retry-after", b"").decode("latin-1"))
-
-
-def _at(error: PdrtError, stage: str) -> PdrtError:
-    error.stage = stage
-    return error
