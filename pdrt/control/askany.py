@@ -14,6 +14,7 @@ from pdrt.errors import DeadlinePassed, NotFound, PeerLost, Unavailable
 
 MAX_ANSWER: Final = 1 << 27
 _TRIES: Final = 3
+_LONG_NUMBER: Final = 10  # digits: Python refuses to read those of thousands
 EACH_S: Final = 10.0  # tokenizers take less than one for any prompt that fits
 
 
@@ -66,7 +67,8 @@ async def _ask(instance: Instance, upstream: Upstream, request: Request) -> Repl
     if not is_good(status):
         error, status = refusal_of(instance, status, body)
         after = headers.get(b"retry-after", b"")
-        error.retry_after = int(after) if after.isdigit() else error.retry_after
+        if after.isdigit() and len(after) < _LONG_NUMBER:
+            error.retry_after = int(after)
     elif body.lstrip()[:1] == b"{":
         return Reply(status, body)
     else:

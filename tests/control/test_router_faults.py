@@ -501,16 +501,19 @@ async def test_a_plain_servers_refusal_of_other_questions_is_typed(
         assert (await r.send(path="/tokenize")).status == 200
 
 
-async def test_a_question_refused_as_one_too_many_leaves_the_server_in_use() -> None:
+@pytest.mark.parametrize(("after", "told"), [("17", "17"), ("9" * 5000, "1"), ("soon", "1")])
+async def test_a_question_refused_as_one_too_many_leaves_the_server_in_use(
+    after: str, told: str
+) -> None:
     async def full(_request: web.Request, _seen: Seen) -> web.StreamResponse:
-        return web.Response(status=429, text="slow down", headers={"retry-after": "17"})
+        return web.Response(status=429, text="slow down", headers={"retry-after": after})
 
     async with rig(policy={"backends": "plain"}) as r:
         for server in (*r.prefill, *r.decode):
             server.plays.append(full)
         got = await r.send(path="/tokenize")
         assert (got.status, got.error["code"]) == (429, "overloaded")
-        assert got.headers["retry-after"] == "17"
+        assert got.headers["retry-after"] == told
         assert not any(each.is_full for each in r.router.fleet.instances)
 
 
