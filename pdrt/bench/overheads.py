@@ -159,15 +159,15 @@ def _answers(ran: Ran) -> list[Told]:
     return [told_by(record) for record in ran.records]
 
 
-def _others_cpu_s(proc: Path = _PROC) -> float:
+def _others_cpu_s() -> float:
     """Of the processes that we started, but for device workers, whose time is that of steps."""
     mine = with_children([os.getpid()]) - {os.getpid()}
-    return cpu_s([pid for pid in mine if not _title(pid, proc).startswith(_WORKER)])
+    return cpu_s([pid for pid in mine if not _title(pid).startswith(_WORKER)])
 
 
-def _title(pid: int, proc: Path) -> str:
+def _title(pid: int) -> str:
     try:
-        return (proc / str(pid) / "cmdline").read_text()
+        return (_PROC / str(pid) / "cmdline").read_text()
     except OSError:
         return ""  # it has ended
 

@@ -1,7 +1,7 @@
 """Alarms that are looked at together: most are called off long before they would ring.
 
 The loop's own timers are kept in order and ring to the millisecond, which every request pays for
-and none needs: these ring up to `EVERY_S` late, never early, and while none is due nobody looks.
+and none needs: these ring up to `LATE_S` late, never early, and while none is due nobody looks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Final, Protocol
 
-EVERY_S: Final = 0.05
+LATE_S: Final = 0.05
 
 
 class Coarse:
@@ -47,14 +47,14 @@ class Alarms:
         now = self._clock()
         alarm = Coarse(now + delay, ring, self._waiting)
         self._waiting.add(alarm)
-        if alarm.at + EVERY_S < self._looks_at:
+        if alarm.at + LATE_S < self._looks_at:
             self._look_at(alarm.at, now)
         return alarm
 
     def _look_at(self, at: float, now: float) -> None:
         if self._next_look is not None:
             self._next_look.cancel()
-        self._looks_at = max(at, now + EVERY_S)
+        self._looks_at = max(at, now + LATE_S)
         self._next_look = self._call_later(self._looks_at - now, self._look)
 
     def _look(self) -> None:

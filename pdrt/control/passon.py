@@ -23,7 +23,7 @@ from pdrt.control.legs import (
 )
 from pdrt.control.merge import MERGED_ANSWER, Merge
 from pdrt.control.moving import Moving
-from pdrt.control.sse import TYPE
+from pdrt.control.sse import is_events
 from pdrt.control.ticket import Client
 from pdrt.control.upstream import (
     MAX_ERROR_BYTES,
@@ -42,7 +42,6 @@ SHORT_ANSWER: Final = 1 << 20  # an answer that is not streamed is checked whole
 _NO_LIMIT: Final = 1 << 62  # it is paused once it has begun
 _NOTHING: Final[Json] = {}
 _JSON: Final = JSON_TYPE.encode()
-_EVENTS: Final = TYPE.encode()
 
 
 @dataclass(slots=True)  # not frozen: each request has one
@@ -137,8 +136,8 @@ class DecodeLeg:
 
     def _is_streamed(self, headers: Headers) -> bool:
         """By what it says it is: plain servers understand their requests in their own way."""
-        kind = headers.get(b"content-type", b"").lower()
-        return not kind.startswith(_JSON) if self._is_stream else kind.startswith(_EVENTS)
+        kind = headers.get(b"content-type", b"")
+        return not kind.lower().startswith(_JSON) if self._is_stream else is_events(kind)
 
     def on_body(self, data: bytes) -> None:
         if self._moving is not None and is_good(self.status):

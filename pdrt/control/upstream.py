@@ -151,12 +151,6 @@ def is_good(status: int) -> bool:
     return 200 <= status < 300
 
 
-def lost_leg(instance: Instance, lost: Lost) -> PeerLost:
-    """The same for a request's leg: the instance is looked at now, not at the next beat."""
-    instance.nudged.set()
-    return lost_error(instance, lost)
-
-
 def lost_error(instance: Instance, lost: Lost) -> PeerLost:
     """What a call without an answer means. A look that finds that is no reason to look again."""
     if lost.is_refused:
@@ -164,6 +158,12 @@ def lost_error(instance: Instance, lost: Lost) -> PeerLost:
     error = PeerLost(f"{instance.name} {lost.what}: {lost.cause}"[:500])
     error.stage = instance.role
     return error
+
+
+def lost_leg(instance: Instance, lost: Lost) -> PeerLost:
+    """The same for a request's leg: the instance is looked at now, not at the next beat."""
+    instance.nudged.set()
+    return lost_error(instance, lost)
 
 
 def refusal_of(instance: Instance, status: int, body: bytes) -> tuple[PdrtError, int]:

@@ -82,6 +82,7 @@ class Asking:
         self._outbox.append(Tell(peer.endpoint, message))
 
     def _abort(self, receiver: Receiver, peer: PrefillPeer) -> None:
+        assert receiver.over is not None, "it is over"
         self.number += 1
         room, attempt = receiver.key
         message = AbortTransfer(
@@ -89,8 +90,8 @@ class Asking:
             attempt=attempt,
             session=self._attach.session,
             number=self.number,
-            reason=receiver.over_because,
-            is_served=receiver.is_served,
-            is_leaving=receiver.is_leaving,
+            reason=receiver.over.reason,
+            is_served=receiver.over.is_served,
+            is_leaving=receiver.over.is_leaving,
         )
         self._outbox.append(Tell(peer.endpoint, message))

@@ -301,9 +301,7 @@ class Receiver:
     has_started: bool = False
     again_at: float = 0.0  # when something we said is said again
     over_at: float = 0.0
-    over_because: str = ""
-    is_served: bool = False
-    is_leaving: bool = False
+    over: Withdrawn | None = None  # what the prefill side is told of that
 
     @property
     def key(self) -> Key:
@@ -338,12 +336,12 @@ def _failed(r: Receiver, e: Broke) -> Sequence[ReceiveOutput]:
 
 
 def _failed_admitted(r: Receiver, e: Broke) -> Sequence[ReceiveOutput]:
-    r.over_because = e.problem.message
+    r.over = Withdrawn(e.problem.message)
     return [*_failed(r, e), SayAbort()]
 
 
 def _withdrawn(r: Receiver, e: Withdrawn) -> Sequence[ReceiveOutput]:
-    r.over_because, r.is_served, r.is_leaving = e.reason, e.is_served, e.is_leaving
+    r.over = e
     return [SayAbort()]
 
 

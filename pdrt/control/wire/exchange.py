@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 from pdrt.control.http import PATH_HEADER
-from pdrt.control.sse import END, TYPE, error_event
+from pdrt.control.sse import END, error_event, is_events
 from pdrt.control.wire.chunks import PassOn, end_of_data
 from pdrt.control.wire.reply import Fields, Reply, lines, status_line
 from pdrt.control.wire.request import Request
 from pdrt.errors import PdrtError
 
 NO_PATH: Final = "none"  # refused before any instance was chosen
-_EVENTS: Final = TYPE.encode()
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 _PATH: Final = PATH_HEADER.encode()
 
@@ -105,8 +104,8 @@ class Exchange:
         self.on_piece: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._is_chunked = False
-        self._last = END  # bytes of what was written
-        self._passed = b""  # what has passed since
+        self._last = END  # how what was written ends
+        self._passed = b""  # the chunk that has passed since, if one has
         self._head = b""  # not sent yet
 
     @property
@@ -147,7 +146,7 @@ class Exchange:
             return None
         self.status, self.path_label = status, path
         kind = headers.get(b"content-type", b"")
-        self.is_events = kind.lower().startswith(_EVENTS)
+        self.is_events = is_events(kind)
         own = b"content-type: %b\r\n" % kind if kind else b""
         length = headers.get(b"content-length")
         if length and not self.is_events:  # an error event may come in place of a stream's rest
