@@ -9,7 +9,7 @@ import pytest
 
 from pdrt.config import Target
 from pdrt.control.breaker import Circuit
-from pdrt.control.instances import Instance
+from pdrt.control.instances import Instance, Status
 from pdrt.control.legs import State
 from pdrt.control.overview import MOST_PAIRS, MOST_REQUESTS, STAGES, VERSION, condition
 from pdrt.control.pairs import Faulted, feed
@@ -42,6 +42,14 @@ def test_an_instance_is_told_with_its_load_and_what_it_does_now() -> None:
     assert prefill["tokens_per_s"] == 0
     assert 0.1 < prefill["sent_gb_per_s"] < 0.35
     assert decode["workers"] == {"ready": 1, "total": 1, "last_problem": None}
+
+
+def test_models_are_those_of_who_is_heard_whether_they_say_so_or_are_listed_with_one() -> None:
+    plain = Instance("decode", Target(http="127.0.0.9:1", model="listed"), Nobody())
+    made = Cluster(decode=[instance("decode", 1), plain])
+    assert made.view()["models"] == ["SmolLM2-135M-Instruct"]
+    plain.heard(Status(role="decode", state="ready"))
+    assert made.view()["models"] == ["SmolLM2-135M-Instruct", "listed"]
 
 
 def test_the_last_problem_of_a_worker_is_told() -> None:
