@@ -33,7 +33,7 @@ T = TypeVar("T")
 Load: TypeAlias = Callable[
     [NodeConfig, Progress, int, int], Runner
 ]  # number in the group, and its size
-_MEET_S: Final = 60.0  # for the ranks of a group to come to a sum; the dead are noticed at once
+_MEET_S: Final = 60.0  # for the ranks of a group to come to a sum; `members` misses the dead first
 
 
 class DeviceThread:
