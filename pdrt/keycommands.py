@@ -1,4 +1,7 @@
-"""`pdrt keys`: gives API keys to clients and takes them back, in the file that routers read."""
+"""`pdrt keys`: gives API keys to clients and takes them back, in the file that routers read.
+
+And it tells the operator the token that follows from the cluster's own key.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from pdrt import config
+from pdrt.config import NodeConfig
 from pdrt.control.apikeys import KeyRecord, hash_of, new_key, with_key, without_key
 from pdrt.control.keyfile import change_keys, read_keys
 from pdrt.settings import check
 
 keys = typer.Typer(
-    help="API keys of clients: give one, list them, take one back.",
+    help="API keys of clients: give one, list them, take one back. And the cluster's own token.",
     no_args_is_help=True,
     epilog="Example: `pdrt keys add alice --rpm 60`",
 )
@@ -83,6 +87,31 @@ def remove(
     path = _path(file)
     change_keys(path, partial(without_key, name=name))
     typer.echo(f"{path}: {name} is removed", err=True)
+
+
+@keys.command(
+    epilog='Example: `curl -H "authorization: Bearer $(pdrt keys token)"'
+    " http://127.0.0.1:8100/internal/status`"
+)
+def token(
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="The cluster key's file. [default: that of your settings, or else the one in"
+            " your config directory]; `pdrt up` has its own, `key` beside its logs.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Print the token that leaders and the admin listener want. Whoever has it may do anything."""
+    named = {"key": "", "key_file": str(key_file)} if key_file else {}
+    security = config.load(NodeConfig, None, options={"security": named}).security
+    if not (security.key or security.key_file):
+        usual = str(config.user_key_file())
+        security = security.model_copy(update={"key_file": usual})
+    key = security.cluster_key()
+    assert key is not None, "a file is named"
+    typer.echo(key.bearer())
 
 
 def _path(file: Path | None) -> Path:

@@ -13,6 +13,7 @@ import typer
 from pdrt.cli import app, main, node_settings, router_settings
 from pdrt.config import NodeConfig, RouterConfig, load
 from pdrt.errors import ConfigError
+from pdrt.keys import ClusterKey
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = [
@@ -247,3 +248,23 @@ def test_help_loads_neither_torch_nor_a_server() -> None:
     heavy = "{'torch', 'transformers', 'aiohttp', 'uvloop'}"
     code = f"import sys, pdrt.cli; sys.exit(bool({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_clusters_token_is_told_from_whichever_key_there_is(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, said = run(capsys, "keys", "token")
+    assert (status, out) == (2, "")
+    assert "pdrt/key" in said
+    files = [home / "config" / "pdrt" / "key", home / "named", home / "given"]
+    for number, file in enumerate(files):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{number}" * 32)
+    tokens = [ClusterKey.from_text(file.read_text()).bearer() for file in files]
+    assert run(capsys, "keys", "token") == (0, tokens[0] + "\n", "")
+    monkeypatch.setenv("PDRT_SECURITY_KEY_FILE", str(files[1]))
+    assert run(capsys, "keys", "token") == (0, tokens[1] + "\n", "")
+    monkeypatch.setenv("PDRT_SECURITY_KEY", "3" * 32)
+    want = ClusterKey.from_text("3" * 32).bearer()
+    assert run(capsys, "keys", "token") == (0, want + "\n", "")
+    assert run(capsys, "keys", "token", "--key-file", str(files[2])) == (0, tokens[2] + "\n", "")
