@@ -4,8 +4,8 @@
 
 `node` is ready when asked a few times, so that its loading is seen, and ends on SIGTERM;
 `router` is no different; `refusing` is never ready, `deaf` ignores SIGTERM, `broken` says why it
-cannot start and exits 3, `shm` says what carries KV to it, and any of them dies on GET /die and
-changes its mind about being ready on GET /turn.
+cannot start and exits 3, `shm` says what carries KV to it, and any of them dies on GET /die, ends
+as if drained on GET /leave and changes its mind about being ready on GET /turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import FrameType
 
 LOAD = {"running": 3, "waiting": 1, "blocks_used": 5, "blocks_total": 9}
 
-
+ENDS = {"/die": 9, "/leave": 0}
 LOADING = {"rank": "0,0,0", "state": "loading", "loading": ["weights", 1, 4]}
 
 
@@ -29,8 +29,8 @@ class Handler(BaseHTTPRequestHandler):
     is_well = True
 
     def do_GET(self) -> None:
-        if self.path == "/die":
-            os._exit(9)
+        if self.path in ENDS:
+            os._exit(ENDS[self.path])
         if self.path == "/turn":
             Handler.is_well = not Handler.is_well
         Handler.asked += 1

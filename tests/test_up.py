@@ -447,10 +447,21 @@ async def test_a_death_later_is_reported_once_and_the_rest_goes_on(rig: Rig) -> 
     await until(lambda: "ready: " in rig.said)
     await tell(rig.parts[1].url, "die")
     await until(lambda: "decode 0 ended with exit status 9" in rig.said)
+    assert f"again, in another terminal: pdrt node --role decode --conf {rig.folder}/" in rig.said
     os.kill(os.getpid(), signal.SIGINT)
     assert await serving == 1
     assert rig.said.count("decode 0 ended") == 1
     assert rig.nobody_is_left()
+
+
+async def test_a_part_that_was_told_to_drain_is_no_fault(rig: Rig) -> None:
+    serving = asyncio.create_task(rig.serve(None))
+    await until(lambda: "ready: " in rig.said)
+    await tell(rig.parts[1].url, "leave")
+    await until(lambda: "decode 0 has drained and ended" in rig.said)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await serving == 0
+    assert "last words" not in rig.said
 
 
 async def test_that_nothing_can_be_served_any_more_is_said_and_that_it_can_again(rig: Rig) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import time
@@ -117,7 +118,7 @@ class Cluster:
 
     async def _start(self) -> None:
         for part in self._parts:
-            conf = self._folder / f"{part.name.replace(' ', '-')}.toml"
+            conf = self._conf(part)
             conf.write_text(part.toml())
             self._screen.starting(part)
             child = await Child.start(
@@ -127,6 +128,9 @@ class Cluster:
                 child_environment(part, self._environ),
             )
             self.children.append(child)
+
+    def _conf(self, part: Part) -> Path:
+        return self._folder / f"{part.name.replace(' ', '-')}.toml"
 
     async def _becomes_ready(self, asked: Asked, patience: Patience) -> bool:
         """False when asked to stop before. Raises PeerLost or Unavailable when it never will."""
@@ -192,6 +196,8 @@ class Cluster:
                 for child in self.children:
                     if child.exit_status is not None and not child.is_told:
                         self._tell_end(child)
+                        again = shlex.join(["pdrt", *child.part.arguments(self._conf(child.part))])
+                        self._screen.say(f"to start it again, in another terminal: {again}", "dim")
                 was_ready = await self._tell_readiness(session, was_ready)
                 living = [child for child in self.children if child.exit_status is None]
                 if not living:
@@ -234,10 +240,13 @@ class Cluster:
 
     def _tell_end(self, child: Child) -> None:
         child.is_told = True
-        self._screen.problem(
-            f"{child.part.name} ended with exit status {child.exit_status}; its last words:",
-            [readable(line) for line in child.last_lines()],
-        )
+        if child.exit_status == 0:  # as somebody asked of it
+            self._screen.say(f"{child.part.name} has drained and ended", "yellow")
+        else:
+            self._screen.problem(
+                f"{child.part.name} ended with exit status {child.exit_status}; its last words:",
+                [readable(line) for line in child.last_lines()],
+            )
 
     async def _end(self, asked: Asked, grace_s: float) -> bool:
         """Router first, so that what is under way finishes. Whether all ended as they should."""
