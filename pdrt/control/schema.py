@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
@@ -340,18 +341,18 @@ def checked(kind: type[M], body: Mapping[str, Any]) -> M:
         return kind.model_validate(body)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
-        lines = [_explain(dict(problem)) for problem in found[:5]]
+        lines = [_explain(kind, dict(problem)) for problem in found[:5]]
         raise BadRequest("; ".join(lines)) from None
 
 
-def _explain(problem: Mapping[str, Any]) -> str:
+def _explain(kind: type[BaseModel], problem: Mapping[str, Any]) -> str:
     place = list(problem["loc"])
     if place[:1] == ["prompt"] and place[1:2] and place[1] in _TAGS:
         del place[1]  # which kind of prompt it was taken for
     field = ".".join(str(part) for part in place)
     match problem["type"]:
         case "extra_forbidden":
-            return f"{field} is not a known field"
+            return f"{field} is not a known field{_hint(kind, place)}"
         case "missing":
             return f"{field} is missing"
         case "string_too_short" | "too_short" if field in ("prompt", "messages"):
@@ -359,3 +360,30 @@ def _explain(problem: Mapping[str, Any]) -> str:
         case _:
             text = str(problem["msg"]).removeprefix("Value error, ")
             return f"{field}: {text}" if field else text
+
+
+_ELSEWHERE: Final = {  # what other servers call it
+    "inputs": "prompt",
+    "input_ids": "prompt",
+    "max_new_tokens": "max_tokens",
+    "parameters": "sampling_params",
+    "text": "prompt",
+}
+_LONGEST_NAME: Final = max(map(len, _ELSEWHERE)) + 16  # of ours too; to compare longer ones is work
+
+
+def _hint(kind: type[BaseModel], place: Sequence[int | str]) -> str:
+    """/generate has most fields one level down, and many come from servers that name them anew."""
+    *outer, name = map(str, place)
+    levels = {"": kind.model_fields}
+    if kind is GenerateRequest:
+        levels["sampling_params"] = GenerateDrawing.model_fields
+    if ".".join(outer) not in levels or len(name) > _LONGEST_NAME:
+        return ""
+    name = _ELSEWHERE.get(name, name)
+    meant = [
+        f"{level}.{near}".removeprefix(".")
+        for level, fields in levels.items()
+        for near in get_close_matches(name, fields, 1, cutoff=0.8)
+    ]
+    return f"; did you mean {meant[0]}?" if meant else ""

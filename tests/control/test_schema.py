@@ -195,9 +195,39 @@ def test_an_unknown_or_bad_field_is_named_also_the_legs_own(
     assert field in refusal(dialect, body_of(dialect, **{field: value}))
 
 
-def test_an_unknown_field_inside_sampling_params_is_named() -> None:
-    said = refusal("generate", {"prompt": "a", "sampling_params": {"temprature": 1}})
-    assert said == "sampling_params.temprature is not a known field"
+@pytest.mark.parametrize(
+    ("dialect", "field", "said"),
+    [
+        ("generate", {"max_tokens": 8}, "max_tokens ...; did you mean sampling_params.max_tokens?"),
+        (
+            "generate",
+            {"max_new_tokens": 8},
+            "max_new_tokens ...; did you mean sampling_params.max_tokens?",
+        ),
+        ("generate", {"text": "b"}, "text ...; did you mean prompt?"),
+        ("generate", {"strem": True}, "strem ...; did you mean stream?"),
+        ("generate", {"sampling_params": {"colour": 1}}, "sampling_params.colour ..."),
+        (
+            "generate",
+            {"sampling_params": {"temprature": 1}},
+            "sampling_params.temprature ...; did you mean sampling_params.temperature?",
+        ),
+        (
+            "generate",
+            {"sampling_params": {"stream": True}},
+            "sampling_params.stream ...; did you mean stream?",
+        ),
+        ("completions", {"max_new_tokens": 8}, "max_new_tokens ...; did you mean max_tokens?"),
+        ("generate", {"colour": "red"}, "colour ..."),
+        ("chat", {"stream_options": {"include_usge": True}}, "stream_options.include_usge ..."),
+        ("generate", {"max_token" + 99 * "s": 8}, "max_token" + 99 * "s" + " ..."),
+    ],
+)
+def test_an_unknown_field_is_named_and_so_is_the_one_that_was_meant(
+    dialect: Dialect, field: Body, said: str
+) -> None:
+    want = said.replace("...", "is not a known field")
+    assert refusal(dialect, body_of(dialect) | field) == want
 
 
 @pytest.mark.parametrize("dialect", ["completions", "chat"])
