@@ -82,19 +82,28 @@ class Call:
             if self.connection is not None:
                 self.connection.expect_chunks()
 
-    def end(self) -> Sink | None:
-        """It is over, and keeps nobody alive; who has to be told how, if that is not known yet."""
-        sink, self.sink, self.on_chunk = self.sink, None, None
-        return sink
+    def end(self) -> None:
+        """All has come. Tells the sink so, if nothing has ended it before; so does `lose`."""
+        if (sink := self._over()) is not None:
+            sink.on_end()
+
+    def lose(self, lost: Lost) -> None:
+        if (sink := self._over()) is not None:
+            sink.on_lost(lost)
 
     def cancel(self) -> None:
         """Nobody wants it any more: the sink hears nothing from now on."""
-        if self.end() is None:
+        if self._over() is None:
             return
         if self.connection is not None:
             self.connection.abort()
         elif self.task is not None:
             self.task.cancel()
+
+    def _over(self) -> Sink | None:
+        """From now on it keeps nobody alive; who has to be told how, if that is not known yet."""
+        sink, self.sink, self.on_chunk = self.sink, None, None
+        return sink
 
     def pause(self) -> None:
         """Let no more come for now; what is on its way may."""
@@ -170,8 +179,7 @@ class Connection(asyncio.Protocol):
         """An error's status says enough: its text is not waited for as long as an answer's."""
         if now > self._over_at and (call := self._call) is not None:
             self.abort()
-            if (sink := call.end()) is not None:
-                sink.on_end()
+            call.end()
 
     def expect_chunks(self) -> None:
         """Acknowledge every second one: a packet for each is a twelfth of what passing it on costs.
@@ -208,8 +216,7 @@ class Connection(asyncio.Protocol):
         if call is None:
             return
         if self._has_head and not self._headers.keys() & _FRAMED and error is None:
-            if (sink := call.end()) is not None:
-                sink.on_end()
+            call.end()
         else:
             cause = cause_of(error) if isinstance(error, OSError) else "connection closed"
             self._lose(cause)
@@ -260,8 +267,7 @@ class Connection(asyncio.Protocol):
             self._pool.back(self)
         else:
             transport.close()
-        if (sink := call.end()) is not None:
-            sink.on_end()
+        call.end()
 
     # The parser calls these.
 
@@ -309,8 +315,8 @@ class Connection(asyncio.Protocol):
     def _lose(self, cause: str) -> None:
         call, what = self._call, _BROKE_OFF if self._has_head else _NO_ANSWER
         self.abort()
-        if call is not None and (sink := call.end()) is not None:
-            sink.on_lost(Lost(what, cause))
+        if call is not None:
+            call.lose(Lost(what, cause))
 
 
 _FRAMED: Final = frozenset({b"content-length", b"transfer-encoding"})
@@ -359,18 +365,17 @@ class Pool:
                 )
         except OSError as error:  # TimeoutError is one
             call.task = None
-            if (sink := call.end()) is not None:
-                told = error.strerror if isinstance(error, TimeoutError) else cause_of(error)
-                cause = told or f"no connection within {self._connect_s:g} s"
-                sink.on_lost(Lost("cannot be reached", cause, is_refused=True))
+            told = error.strerror if isinstance(error, TimeoutError) else cause_of(error)
+            cause = told or f"no connection within {self._connect_s:g} s"
+            call.lose(Lost("cannot be reached", cause, is_refused=True))
             return
         call.task = None
         if call.sink is None:
             connection.close()
         elif connection.is_open:
             connection.send(call, head, body)
-        elif (sink := call.end()) is not None:
-            sink.on_lost(Lost(_NO_ANSWER, "connection closed"))
+        else:
+            call.lose(Lost(_NO_ANSWER, "connection closed"))
 
     def came(self, connection: Connection) -> None:
         self._all.add(connection)
