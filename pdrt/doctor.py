@@ -70,6 +70,7 @@ def examine(
             router = load(RouterConfig, conf)
             yield fine(f"config: {conf} is a router's and can be read")
             yield from _router(router)
+            return  # it neither moves KV nor computes
         else:
             node = load(NodeConfig, conf)
             yield fine(f"config: {conf or 'defaults and environment'} can be read")

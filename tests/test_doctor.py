@@ -222,10 +222,12 @@ def test_a_router_config_is_known_as_such_and_its_peers_are_called(
         router = 0
         admin = 0
         """
-    there, gone = of(look(tmp_path, text), "peer")
+    findings = look(tmp_path, text)
+    there, gone = of(findings, "peer")
     assert there.verdict is Verdict.FINE
     assert gone.verdict is Verdict.NOTE
     assert "127.0.0.1:1" in gone.what
+    assert not any(each.what.startswith(("transport", "device")) for each in findings)
 
 
 def test_the_two_kinds_of_files_are_told_apart() -> None:
