@@ -18,6 +18,7 @@ from aiohttp import ClientSession
 
 from pdrt.config import bracketed
 from pdrt.control.bootstrap_client import BootstrapClient, Clock, Sleep
+from pdrt.control.patience import patience
 from pdrt.data.peer import Beat, Died, Event, Health, Miss, feed
 from pdrt.errors import PdrtError
 from pdrt.keys import ClusterKey
@@ -91,7 +92,7 @@ async def watch(
     while time.clock() - peer.used < timing.forget_s:
         began = time.clock()
         try:
-            async with asyncio.timeout(timing.timeout_s):
+            async with patience(timing.timeout_s):
                 epoch = await probe(address)
         except TimeoutError:
             peer.missed(f"no answer within {timing.timeout_s:g} s", tell)

@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass as checked
 from pdrt.config import PolicyName, Role, Target
 from pdrt.control.breaker import Breaker, Circuit, Renewed
 from pdrt.control.breaker import feed as feed_breaker
+from pdrt.control.patience import patience
 from pdrt.control.policy import Ask, Load, choose, mark_of, note_given
 from pdrt.control.prefixes import Prefixes
 from pdrt.control.told import LoadTold, TotalsTold, WorkerTold
@@ -142,7 +143,7 @@ class Instance:
         self._is_leaving = False  # it said so, and has not been heard since
         self.is_full = False  # it said so, or refused for it, since its last beat
         self.nudged = asyncio.Event()  # look again now
-        self._bootstrap = _host_port(target.bootstrap or where)
+        self._bootstrap = bootstrap_of(target)
         self._ranks: dict[int, Load] = {}
         self._holds: set[Hold] = set()
 
@@ -312,7 +313,7 @@ async def watch(
     while True:
         before, seen = instance.health, signs(instance)
         try:
-            async with asyncio.timeout(within):
+            async with patience(within):
                 status = await probe(instance)
         except TimeoutError:
             if signs(instance) == seen:  # a busy instance that sends answers is not dead
@@ -349,10 +350,11 @@ def base_url(text: str) -> tuple[str, str]:
     return f"{scheme}://{where}", where
 
 
-def _host_port(text: str) -> tuple[str, int]:
-    found = _split(text)
+def bootstrap_of(target: Target) -> tuple[str, int]:
+    """Where its decode peers meet it. Raises ConfigError."""
+    found = _split(target.bootstrap or base_url(target.http)[1])
     if found is None:
-        raise ConfigError(f"target bootstrap = {text!r}: want host:port")
+        raise ConfigError(f"target bootstrap = {target.bootstrap!r}: want host:port")
     return found
 
 

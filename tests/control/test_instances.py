@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -320,6 +321,26 @@ async def test_an_instance_without_beats_that_sends_answers_is_not_full_for_ever
 
     task = asyncio.create_task(watch(one, probe, signs, every=3600, within=0.001))
     await _turn(lambda: not one.is_full)
+    assert one.health is Health.ALIVE
+    task.cancel()
+
+
+async def test_an_instance_is_not_dead_for_what_we_had_no_time_to_read() -> None:
+    """The loop stands still past the limit, again and again; each answer takes three turns."""
+    one = instance()
+    one.heard(ready())
+    answered = 0
+
+    async def probe(_instance: Instance) -> Status:
+        nonlocal answered
+        for _ in range(3):
+            time.sleep(0.03)  # noqa: ASYNC251 - that is what is tried
+            await asyncio.sleep(0)
+        answered += 1
+        return ready()
+
+    task = asyncio.create_task(watch(one, probe, silent, every=0.001, within=0.02))
+    await _turn(lambda: answered == 5 or one.health is not Health.ALIVE)
     assert one.health is Health.ALIVE
     task.cancel()
 

@@ -1,0 +1,35 @@
+"""What we have no time to read is not held against who sent it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from pdrt.control.patience import patience
+
+
+async def test_who_does_not_answer_is_given_up_in_time() -> None:
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        async with patience(0.05):
+            await asyncio.Event().wait()
+    assert 0.04 < time.monotonic() - began < 2
+
+
+async def test_an_answer_that_is_there_when_we_look_again_is_in_time() -> None:
+    async with patience(0.02):
+        for _ in range(3):
+            time.sleep(0.05)  # noqa: ASYNC251 - a body that takes long
+            await asyncio.sleep(0)
+
+
+async def test_what_ended_has_no_limit_any_more() -> None:
+    async with patience(0.005):
+        pass
+    await asyncio.sleep(0.02)
+    with pytest.raises(ValueError, match="its own"):
+        async with patience(0.005):
+            raise ValueError("its own")
+    await asyncio.sleep(0.02)
