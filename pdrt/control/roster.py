@@ -12,7 +12,7 @@ import structlog
 from pdrt.config import Role, Target
 from pdrt.control.fleet import Fleet
 from pdrt.control.http import Json
-from pdrt.control.instances import Instance, base_url
+from pdrt.control.instances import Instance, base_url, bootstrap_of
 from pdrt.control.leases import Change, Joined, Leases, Left, Registration, Restarted
 from pdrt.errors import BadRequest, ConfigError, Conflict, NotFound
 
@@ -47,7 +47,7 @@ class Roster:
         """The lease in seconds. Raises NotFound, BadRequest, Conflict or Overloaded."""
         if not self.is_open:
             raise NotFound("this router takes no registrations: [policy] registration is off")
-        where = _where(said.http)
+        where = _where(said.target)
         listed = self._find(where)
         if listed is not None and said.http not in self._leased:
             return self._of_listed(listed, said)
@@ -84,12 +84,9 @@ class Roster:
 
     def join(self, role: Role, target: Target) -> Json:
         """Raises BadRequest or Conflict."""
-        if known := self._find(_where(target.http)):
+        if known := self._find(_where(target)):
             raise Conflict(f"{known.name} is a member already")
-        try:
-            new = self.fleet.join(role, target)
-        except ConfigError as error:
-            raise BadRequest(str(error)) from None
+        new = self.fleet.join(role, target)
         log.info("joined", name=new.name, by="an operator")
         return self._told(new)
 
@@ -148,9 +145,10 @@ class Roster:
         return next((each for each in self.fleet.instances if each.where == where), None)
 
 
-def _where(http: str) -> str:
-    """Raises BadRequest."""
+def _where(target: Target) -> str:
+    """Raises BadRequest for an address that is none: before anything is kept of it."""
     try:
-        return base_url(http)[1]
+        bootstrap_of(target)
+        return base_url(target.http)[1]
     except ConfigError as error:
         raise BadRequest(str(error)) from None

@@ -39,7 +39,7 @@ class Desk:
         target = leader.target
         body = {"role": leader.role, "http": target.http, "instance_epoch": 1, **more}
         if leader.role == "prefill":
-            body["bootstrap"] = target.bootstrap
+            body.setdefault("bootstrap", target.bootstrap)
         return await self.ask("POST", "/internal/register", body)
 
     async def members(self) -> dict[str, Json]:
@@ -193,6 +193,20 @@ async def test_registration_is_refused_where_it_is_off_and_for_listed_ones_of_an
         assert (got.status, got.error["code"]) == (400, "bad_request")
         got = await d.register(d.rig.decode[0], instance_epoch="x")
         assert "instance_epoch" in got.error["message"]
+
+
+async def test_a_registration_with_an_address_that_is_none_leaves_nothing_behind() -> None:
+    async with desk(policy=OPEN) as d, newcomers("prefill") as (late,):
+        for epoch in (1, 1, 2):
+            got = await d.register(late, bootstrap="garbage", instance_epoch=epoch)
+            assert (got.status, got.error["code"]) == (400, "bad_request")
+            assert "bootstrap = 'garbage'" in got.error["message"]
+        assert len(d.rig.router.fleet.prefill) == 1
+        assert (await d.register(late, instance_epoch=1)).status == 200
+        got = await d.register(late, bootstrap="garbage", instance_epoch=2)
+        assert got.status == 400
+        assert (await d.register(late, state="leaving")).status == 200
+        assert len(d.rig.router.fleet.prefill) == 1
 
 
 async def test_a_listed_one_that_says_goodbye_gets_nothing_new_until_it_is_back() -> None:
