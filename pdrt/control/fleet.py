@@ -365,7 +365,7 @@ class Fleet:
             if default in served or default in self._gone:
                 return default
             raise BadRequest(f"model: several are served; name one of {', '.join(served)}")
-        if any(not each.model for each in self.instances):
+        if not self.instances or any(not each.model for each in self.instances):
             return "" if self.config.policy.is_plain or not served else self._unheard(model)
         if model in self._gone:
             return model

@@ -70,6 +70,13 @@ async def test_an_unknown_model_is_404_that_tells_what_is_served() -> None:
         grouped("a", "b").pick(Ask("c"))
 
 
+async def test_while_nobody_is_there_no_model_is_unknown() -> None:
+    fleet = grouped(registration=True)
+    for name in ("a", ""):
+        with pytest.raises(Unavailable, match="none is listed or registered"):
+            fleet.pick(Ask(name))
+
+
 async def test_while_somebody_has_not_said_what_it_serves_nothing_is_unknown() -> None:
     fleet = grouped("a")
     fleet.join("decode", Target(http="10.0.9.9:1"))
