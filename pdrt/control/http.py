@@ -44,6 +44,14 @@ Json: TypeAlias = dict[str, Any]
 
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 MAX_KEYS: Final = 1024  # of one JSON object
+MAX_NESTED: Final = 1 << 16  # lists and objects of one body ...
+MAX_FIELDS: Final = 1 << 17
+MAX_VALUES: Final = 1 << 20  # ... for the loop stands still while they are made
+_MARKS: Final = (  # what there is one of for each of them
+    ("{[", MAX_NESTED, "lists and objects"),
+    (":", MAX_FIELDS, "fields"),
+    (",", MAX_VALUES, "values"),
+)
 BODY_S: Final = 30.0  # a stalled upload ends after this
 CANARY_HEADER: Final = "x-pdrt-canary"  # on the legs of a request that tries a pair
 PATH_HEADER: Final = "x-pd-path"  # which path served a request
@@ -230,6 +238,8 @@ _BLANKS: Final = " \t\r\n"
 
 def _found(text: str) -> object:
     """What the text says. Keys are counted only where there may be too many in one object."""
+    if len(text) > MAX_NESTED:
+        _check_size(text)
     if text.count(":") > MAX_KEYS:
         return _READ(text)
     try:
@@ -237,6 +247,21 @@ def _found(text: str) -> object:
     except ValueError:  # blanks before it, or no JSON: the other way tells where
         return _READ(text)
     return _READ(text) if text[end:].strip(_BLANKS) else found
+
+
+def _check_size(text: str) -> None:
+    """Raises ValueError for more than any request has, in a hundredth of the time to read it."""
+    if all(_count(text, marks) <= most for marks, most, _ in _MARKS):
+        return
+    bare = text.replace("\\\\", "").replace('\\"', "")
+    outside = "".join(bare.split('"')[::2])  # what stands between strings
+    for marks, most, what in _MARKS:
+        if (count := _count(outside, marks)) > most:
+            raise ValueError(f"it has about {count} {what}; the limit is {most}")
+
+
+def _count(text: str, marks: str) -> int:
+    return sum(map(text.count, marks))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Json:

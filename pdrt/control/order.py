@@ -29,7 +29,7 @@ from pdrt.control.schema import (
     checked,
     without,
 )
-from pdrt.control.turns import ChosenTool, Turn
+from pdrt.control.turns import MAX_TURNS, ChosenTool, Turn
 from pdrt.errors import BadRequest, TooLong
 from pdrt.messages import Grammar, Sampling
 
@@ -209,7 +209,7 @@ def _completion(body: Json, *, is_echoed: bool) -> Order:
 def _chat(body: Json) -> Order:
     body = _openai(body, ChatRequest)
     turns = body.get("messages")
-    if isinstance(turns, list):
+    if isinstance(turns, list) and len(turns) <= MAX_TURNS:
         body = {**body, "messages": [_plain_turn(turn, i) for i, turn in enumerate(turns)]}
     request = checked(ChatRequest, body)
     both = (request.max_tokens, request.max_completion_tokens)

@@ -12,6 +12,9 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestClient, TestServer
 
 from pdrt.control.http import (
+    MAX_FIELDS,
+    MAX_NESTED,
+    MAX_VALUES,
     add_request_id,
     error_body,
     error_from_answer,
@@ -158,6 +161,31 @@ def test_an_object_of_too_many_keys_is_refused_wherever_it_is() -> None:
     inner = ",".join(f'"{number}":0' for number in range(1025))
     with pytest.raises(BadRequest, match="1025 keys"):
         parse_object(f'{{"a":[{{{inner}}}]}}'.encode())
+
+
+@pytest.mark.parametrize(
+    ("element", "count", "what"),
+    [
+        ('{"role":"z"}', MAX_NESTED, "lists and objects"),
+        ("[1]", MAX_NESTED, "lists and objects"),
+        ('{"a":1,"b":2,"c":3}', MAX_FIELDS // 3 + 1, "fields"),
+        ("1", MAX_VALUES + 2, "values"),
+        ('"a\\\\"', MAX_VALUES + 2, "values"),
+    ],
+)
+def test_a_body_of_more_things_than_any_request_has_is_refused_before_it_is_read(
+    element: str, count: int, what: str
+) -> None:
+    """The loop stands still while they are made."""
+    with pytest.raises(BadRequest, match=what):
+        parse_object(f'{{"a":[{",".join([element] * count)}]}}'.encode())
+
+
+def test_marks_in_texts_are_no_things() -> None:
+    text = '{[:,\\"{[:,\\\\' * (MAX_VALUES // 2 + 1)
+    assert parse_object(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    ids = list(range(MAX_VALUES))
+    assert parse_object(json.dumps({"prompt": ids}).encode()) == {"prompt": ids}
 
 
 async def test_a_body_over_the_limit_is_413_with_and_without_a_length() -> None:
