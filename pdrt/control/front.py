@@ -310,14 +310,17 @@ class Router:
                 await carry_batch(batch, ticket, exchange, begin)
             except Exception:
                 log.exception("batch_failed", request_id=ticket.request_id)
-            finally:
-                release(self.rooms, ticket.client_room)
             if not exchange.is_over:
                 exchange.fail()
 
+        def ended(task: asyncio.Task[None]) -> None:
+            """Also where its client left before it began."""
+            self.batches.discard(task)
+            release(self.rooms, ticket.client_room)
+
         exchange.task = asyncio.get_running_loop().create_task(carry())
         self.batches.add(exchange.task)
-        exchange.task.add_done_callback(self.batches.discard)
+        exchange.task.add_done_callback(ended)
 
     def _ask_of_part(self, whole: Ask, job: Job) -> Ask:
         """Each prompt of a batch is chosen for by itself, in a room of its own."""

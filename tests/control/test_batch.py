@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -344,3 +345,20 @@ async def test_a_stream_that_cannot_be_joined_ends_with_an_error_event() -> None
         assert b"event: error\ndata: " in rest
         assert b"no event of ours" in rest
         await r.at_rest()
+
+
+async def test_a_room_whose_client_left_before_its_batch_began_is_free_again() -> None:
+    """What was sent and the end of it are read in one turn of the loop."""
+    body = b'{"prompt": ["a", "b"], "bootstrap_room": 42}'
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with rig() as r:
+        where = ("127.0.0.1", int(r.url.rpartition(":")[2]))
+        for number in range(1, 6):
+            with socket.create_connection(where) as client:
+                client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + head + body)
+            left = f'route="/generate",status="499"}} {number}.0'.encode()
+            async with asyncio.timeout(5):
+                while left not in (await r.get("/metrics")).body:
+                    pass
+            await r.at_rest()
+            assert (await r.send(bootstrap_room=42)).status == 200
