@@ -20,6 +20,7 @@ async def patience(seconds: float) -> AsyncIterator[None]:
     """
     loop = asyncio.get_running_loop()
     left = _TICKS
+    next_tick: asyncio.TimerHandle
 
     def tick() -> None:
         nonlocal left, next_tick
