@@ -129,7 +129,7 @@ def _check_client(request: web.Request, leader: Leader) -> None:
     if leader.keydoor is None:
         return
     header = request.headers.get("authorization", "")
-    if leader.key is not None and leader.key.is_bearer(header):
+    if leader.is_member(header):
         return
     if refusal := leader.keydoor.refusal(request.method, request.path, header):
         raise refusal

@@ -25,10 +25,14 @@ class Gate:
             return None
         quota = self.ring.find(authorization)
         if quota is None:
-            return Unauthorized("the API key is missing or wrong")
+            return unknown_key()
         if method == "POST" and path in self.counted_paths:
             return _why_not(quota.check, self.clock())
         return None
+
+
+def unknown_key() -> Unauthorized:
+    return Unauthorized("the API key is missing or wrong")
 
 
 def _why_not(check: Callable[[float], None], now: float) -> PdrtError | None:

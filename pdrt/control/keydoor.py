@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from pdrt.config import SecuritySection
 from pdrt.control.apikeys import KeyRecord, plain_records, records_in
-from pdrt.control.gate import Gate
+from pdrt.control.gate import Gate, unknown_key
 from pdrt.control.keyfile import read_keys
 from pdrt.control.quota import KeyRing, Quota
 from pdrt.control.reload import AnyReload, Reload
@@ -92,11 +92,14 @@ class KeyDoor:
     def enter(self, authorization: str, tokens: int) -> Entry:
         """A request is let in, under its key's limits, until it `leave`s.
 
-        Raises RateLimited, or BadRequest for more tokens than the key ever has.
+        Raises RateLimited, BadRequest for more tokens than the key ever has, or Unauthorized where
+        it was removed after the request's head had come.
         """
-        quota = self._ring.find(authorization) if self.is_closed else None
-        if quota is None:  # no keys are asked for, or it was removed since
+        if not self.is_closed:
             return Entry()
+        quota = self._ring.find(authorization)
+        if quota is None:
+            raise unknown_key()
         try:
             quota.take(tokens, self._clock())
         except RateLimited:

@@ -82,3 +82,7 @@ class Leader:
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     mint: Callable[[], int] = lambda: secrets.randbits(63)  # rooms, and seeds nobody gave
+
+    def is_member(self, authorization: str) -> bool:
+        """Whether the cluster asks, for whom no client's limits are."""
+        return self.key is not None and self.key.is_bearer(authorization)

@@ -259,10 +259,10 @@ class Serving:
 
     def _held(self, request: web.Request, call: Call) -> AbstractContextManager[str]:
         """A client's request counts for its API key; a leg has been counted by the router."""
-        if self._leader.keydoor is None or call.leg is not None:
+        leader, header = self._leader, request.headers.get("authorization", "")
+        if leader.keydoor is None or call.leg is not None or leader.is_member(header):
             return nullcontext("")
-        cost = cost_of(call.order)
-        return self._leader.keydoor.held(request.headers.get("authorization", ""), cost)
+        return leader.keydoor.held(header, cost_of(call.order))
 
     @contextmanager
     def _told(self, request: web.Request) -> Iterator[Outcome]:

@@ -18,7 +18,7 @@ from pdrt.control.reload import Reload, watch
 from pdrt.errors import ConfigError
 from tests.control.fake_leader import after, good
 from tests.control.leader_rig import BEARER, out, rigged
-from tests.control.router_rig import rig
+from tests.control.router_rig import rig, until
 
 
 def put(path: Path, **keys: dict[str, int]) -> str:
@@ -106,6 +106,24 @@ async def test_the_body_of_a_refused_request_is_not_waited_for(tmp_path: Path) -
         async with asyncio.timeout(5):
             assert (await reader.readline()).split()[1] == b"401"
         writer.close()
+
+
+async def test_a_key_that_is_removed_while_a_body_comes_lets_nobody_in(tmp_path: Path) -> None:
+    path, body = tmp_path / "k.toml", b'{"prompt": "hi"}'
+    async with rig(security={"api_keys_file": put(path, bob={}, alice={})}) as r:
+        host, port = r.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = "POST /generate HTTP/1.1\r\nhost: h\r\nauthorization: Bearer bob\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body[:5])
+        await until(lambda: r.router.admitted == 1)
+        put(path, alice={})
+        await r.router.keydoor.reloads[0].look()
+        writer.write(body[5:])
+        async with asyncio.timeout(5):
+            assert (await reader.readline()).split()[1] == b"401"
+        writer.close()
+        assert not r.decode[0].seen
+        await r.at_rest()
 
 
 async def test_a_hybrid_leader_holds_clients_to_their_limits_and_members_to_none(
