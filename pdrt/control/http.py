@@ -250,14 +250,14 @@ def _found(text: str) -> object:
 
 
 def _check_size(text: str) -> None:
-    """Raises ValueError for more than any request has, in a hundredth of the time to read it."""
+    """Raises BadRequest for more than any request has, in a fraction of the time to read it."""
     if all(_count(text, marks) <= most for marks, most, _ in _MARKS):
         return
     bare = text.replace("\\\\", "").replace('\\"', "")
     outside = "".join(bare.split('"')[::2])  # what stands between strings
     for marks, most, what in _MARKS:
         if (count := _count(outside, marks)) > most:
-            raise ValueError(f"it has about {count} {what}; the limit is {most}")
+            raise BadRequest(f"the body has about {count} {what}; the limit is {most}")
 
 
 def _count(text: str, marks: str) -> int:
