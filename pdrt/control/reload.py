@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ class Reload(Generic[T]):
     def start(self) -> None:
         """The first time. Raises ConfigError."""
         self.note()
-        self.use(self.read())
+        self.use(self._read())
 
     def note(self) -> None:
         """What is in use is what the files hold now."""
@@ -50,11 +51,16 @@ class Reload(Generic[T]):
             return
         self.seen = stamp
         try:
-            self.use(await asyncio.to_thread(self.read))
+            self.use(await asyncio.to_thread(self._read))
         except ConfigError as error:
             log.warning("reload_failed", what=self.what, error=str(error))
         else:
             log.info("reloaded", what=self.what)
+
+    def _read(self) -> T:
+        for path in self.paths:
+            _check_is_file(path)
+        return self.read()
 
     def _stamp(self) -> Stamp:
         return tuple(map(_stamp_of, self.paths))
@@ -80,6 +86,13 @@ async def watch(reloads: Sequence[AnyReload], every_s: float = EVERY_S) -> None:
                 await reload.look(always=always)
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
+
+
+def _check_is_file(path: Path) -> None:
+    """Whoever reads a pipe waits for as long as nobody writes. Raises ConfigError."""
+    with suppress(OSError):  # `read` says what is wrong with what is not there
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(f"{path} is no regular file")
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int] | None:

@@ -158,6 +158,10 @@ async def test_a_changed_file_is_read_again_and_a_bad_one_changes_nothing(tmp_pa
     await reload.look()
     assert door.refusal("POST", "/generate", "Bearer bob") is None
     path.unlink()
+    os.mkfifo(path)
+    await reload.look()
+    assert door.refusal("POST", "/generate", "Bearer bob") is None
+    path.unlink()
     put(path, alice={})
     await reload.look()
     assert door.refusal("POST", "/generate", "Bearer alice") is None
