@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import annotated_types as limits
 from pydantic import BaseModel
@@ -84,12 +85,20 @@ def _default(field: FieldInfo) -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
-    annotation = field.annotation
+    return _said(field.annotation, field.metadata)
+
+
+def _said(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    if get_origin(annotation) is Annotated:
+        annotation, *metadata = get_args(annotation)
+    metadata = [m for each in metadata for m in getattr(each, "metadata", [each])]
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(map(_said, get_args(annotation)))
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{_toml(each)}`" for each in get_args(annotation))
     bounds = [
         f"{_WORDS[sign]} {getattr(limit, sign):g}"
-        for limit in field.metadata
+        for limit in metadata
         for kind, sign in _SIGNS.items()
         if isinstance(limit, kind)
     ]
