@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import time
 from itertools import count
 
 
@@ -47,3 +48,10 @@ async def settle(turns: int = 20) -> None:
     """Let every task run until it waits for something that only the test can bring."""
     for _ in range(turns):
         await asyncio.sleep(0)
+
+
+def stand_still(seconds: float) -> None:
+    """What a loop does that is kept busy."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -26,6 +25,7 @@ from pdrt.errors import (
     PeerLost,
     Unavailable,
 )
+from tests.fake_time import stand_still
 
 
 class Heard:
@@ -334,7 +334,7 @@ async def test_an_instance_is_not_dead_for_what_we_had_no_time_to_read() -> None
     async def probe(_instance: Instance) -> Status:
         nonlocal answered
         for _ in range(3):
-            time.sleep(0.03)  # noqa: ASYNC251 - that is what is tried
+            stand_still(0.03)
             await asyncio.sleep(0)
         answered += 1
         return ready()

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from pdrt.control.patience import patience
+from tests.fake_time import stand_still
 
 
 async def test_who_does_not_answer_is_given_up_in_time() -> None:
@@ -21,7 +22,7 @@ async def test_who_does_not_answer_is_given_up_in_time() -> None:
 async def test_an_answer_that_is_there_when_we_look_again_is_in_time() -> None:
     async with patience(0.02):
         for _ in range(3):
-            time.sleep(0.05)  # noqa: ASYNC251 - a body that takes long
+            stand_still(0.05)
             await asyncio.sleep(0)
 
 
