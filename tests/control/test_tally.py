@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from pdrt.control.routermetrics import SECONDS
-from pdrt.control.tally import Counts, Times
+from pdrt.control.tally import MOST, Counts, Times
 
 
 def said(registry: CollectorRegistry) -> list[bytes]:
@@ -35,6 +35,18 @@ def test_a_scrape_reads_as_the_librarys_counter(events: list[tuple[str, int]]) -
         counts.add(route, status)
         counter.labels(route, str(status)).inc()
     assert said(ours) == said(theirs)
+
+
+def test_labels_that_others_choose_do_not_grow_without_end() -> None:
+    registry = CollectorRegistry()
+    counts = Counts("some", "Of something", ("route", "path"), registry)
+    for number in range(2 * MOST):
+        counts.add("/generate", f"path {number}")
+    counts.add("/generate", "path 0")
+    found = said(registry)
+    assert sum(line.startswith(b"some_total{") for line in found) == MOST + 1
+    assert b'some_total{path="other",route="other"} %d.0' % MOST in found
+    assert b'some_total{path="path 0",route="/generate"} 2.0' in found
 
 
 def test_a_name_is_taken_once() -> None:
