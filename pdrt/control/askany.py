@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from typing import Final
 
 from pdrt.control.instances import Instance
-from pdrt.control.upstream import Upstream, is_good, refusal_of
+from pdrt.control.upstream import Upstream, is_good, refusal_of, retry_after_of
 from pdrt.control.wire.reply import Reply
 from pdrt.control.wire.request import Request
 from pdrt.errors import DeadlinePassed, NotFound, PeerLost, Unavailable
 
 MAX_ANSWER: Final = 1 << 27
 _TRIES: Final = 3
-_LONG_NUMBER: Final = 10  # digits: Python refuses to read those of thousands
 EACH_S: Final = 10.0  # tokenizers take less than one for any prompt that fits
 
 
@@ -66,8 +65,7 @@ async def _ask(instance: Instance, upstream: Upstream, request: Request) -> Repl
     )
     if not is_good(status):
         error, status = refusal_of(instance, status, body)
-        after = headers.get(b"retry-after", b"")
-        if after.isdigit() and len(after) < _LONG_NUMBER:
+        if after := retry_after_of(headers):
             error.retry_after = int(after)
     elif body.lstrip()[:1] == b"{":
         return Reply(status, body)

@@ -16,6 +16,8 @@ _NOT_US: Final = (401, 403)
 MAX_ERROR_BYTES: Final = 1 << 16
 MAX_STATUS_BYTES: Final = 1 << 18
 _MOST_HEADS: Final = 1 << 14
+_LONG_NUMBER: Final = 10  # digits: Python refuses to read those of thousands
+_LONGEST_RETRY_S: Final = 3600
 
 Headers: TypeAlias = Mapping[bytes, bytes]
 
@@ -193,4 +195,11 @@ def failure_of(instance: Instance, status: int, headers: Headers, body: bytes) -
         instance.overflowed()
     if shown in (502, 503):  # perhaps it cannot serve at all
         instance.nudged.set()
-    return Failure(error, shown, elsewhere, headers.get(b"retry-after", b"").decode("latin-1"))
+    return Failure(error, shown, elsewhere, retry_after_of(headers))
+
+
+def retry_after_of(headers: Headers) -> str:
+    """In seconds, as servers of models say it; nothing where it is said otherwise."""
+    said = headers.get(b"retry-after", b"")
+    is_number = said.isdigit() and len(said) < _LONG_NUMBER
+    return str(min(int(said), _LONGEST_RETRY_S)) if is_number else ""

@@ -501,7 +501,18 @@ async def test_a_plain_servers_refusal_of_other_questions_is_typed(
         assert (await r.send(path="/tokenize")).status == 200
 
 
-@pytest.mark.parametrize(("after", "told"), [("17", "17"), ("9" * 5000, "1"), ("soon", "1")])
+RETRY_AFTER = [("17", "17"), ("99999999", "3600"), ("9" * 5000, "1"), ("soon", "1"), ("-3", "1")]
+
+
+@pytest.mark.parametrize(("said", "told"), RETRY_AFTER)
+async def test_when_to_come_again_is_told_in_seconds_or_by_us(said: str, told: str) -> None:
+    async with rig() as r:
+        r.decode[0].plays.append(status(429, "full", "overloaded", retry_after=said))
+        got = await r.send()
+        assert (got.status, got.headers["retry-after"]) == (429, told)
+
+
+@pytest.mark.parametrize(("after", "told"), RETRY_AFTER)
 async def test_a_question_refused_as_one_too_many_leaves_the_server_in_use(
     after: str, told: str
 ) -> None:
