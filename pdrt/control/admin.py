@@ -62,7 +62,7 @@ class Admin:
             ("POST", "/admin/members/{name}/undrain", self.undrain_member),
             ("POST", "/admin/drain", self.drain),
             ("GET", "/admin/requests", self.requests),
-            ("GET", "/admin/requests/{id}", self.request),
+            ("GET", "/admin/requests/{id*}", self.request),
             ("GET", "/admin/log-level", self.level),
             ("POST", "/admin/log-level", self.set_level),
             ("POST", "/internal/register", self.register),

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from urllib.parse import quote
 
 import pytest
 
@@ -297,6 +298,16 @@ async def test_the_ledger_tells_who_was_chosen_why_and_what_went_wrong() -> None
         assert told["story"]
         lines = (await d.ask("GET", "/admin/requests")).json["requests"]
         assert [line["request_id"] for line in lines] == ["mine"]
+
+
+@pytest.mark.parametrize("name", ["a/b", "a//b", "/", "x:y", "p+q=r@s"])
+async def test_a_request_is_found_by_whatever_id_it_came_with(name: str) -> None:
+    async with desk() as d:
+        assert (await d.rig.send(headers={"x-request-id": name})).status == 200
+        for written in (name, quote(name, safe="")):
+            told = await d.ask("GET", f"/admin/requests/{written}")
+            assert told.json["request_id"] == name
+        assert (await d.ask("GET", f"/admin/requests/{name}/drain")).status == 404
 
 
 async def test_running_requests_are_told_of_and_failed_ones_keep_their_error() -> None:

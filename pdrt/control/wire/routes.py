@@ -12,7 +12,7 @@ from pdrt.errors import NotAllowed, NotFound
 
 @dataclass(slots=True)
 class Routes:
-    """Paths are exact, or have `{names}` that each take one segment."""
+    """Paths are exact, or have `{names}` that each take one segment; a last `{name*}` takes all."""
 
     _exact: dict[str, dict[str, Route]] = field(default_factory=dict)
     _patterns: list[tuple[list[str], dict[str, Route]]] = field(default_factory=list)
@@ -60,12 +60,15 @@ class Routes:
 
 
 def _params(names: list[str], parts: list[str]) -> dict[str, str] | None:
+    if names[-1].endswith("*}"):
+        whole = len(names) - 1
+        parts = [*parts[:whole], *(["/".join(parts[whole:])] if parts[whole:] else [])]
     if len(names) != len(parts):
         return None
     params = {}
     for name, part in zip(names, parts, strict=True):
         if name.startswith("{"):
-            params[name[1:-1]] = part
+            params[name.strip("{*}")] = part
         elif name != part:
             return None
     return params
