@@ -275,6 +275,16 @@ async def test_who_waits_for_100_continue_is_told_and_served() -> None:
         assert (await client.answer())[2]["body"] == "body"
 
 
+async def test_http_1_0_is_told_of_no_100_continue() -> None:
+    """RFC 9110, 10.1.1: it would take that for its answer."""
+    async with rig() as r:
+        client = await r.client()
+        client.send(post("/echo", b"body", "expect: 100-continue", version="1.0")[:-1])
+        client.send(b"y")
+        code, _, told = await client.answer()
+        assert (code, told["body"]) == (200, "body")
+
+
 async def test_who_waits_for_100_continue_and_may_not_hears_that_instead() -> None:
     async with rig() as r:
         client = await r.client()

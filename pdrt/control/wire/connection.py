@@ -246,7 +246,7 @@ class Connection(asyncio.Protocol):
             return
         self._open = exchange
         exchange.refusal = self._unfit(exchange)
-        if b"expect" in self._headers:
+        if b"expect" in self._headers and request.is_1_1:  # RFC 9110, 10.1.1
             exchange.wants_more = self._headers[b"expect"].lower() == b"100-continue"
 
     def on_body(self, piece: bytes) -> None:
