@@ -151,6 +151,17 @@ async def test_other_forms_of_a_whole_answer(answer: bytes) -> None:
         assert (sink.status, sink.body, sink.ends) == (200, b"ok", 1)
 
 
+@pytest.mark.parametrize("status", [0, 99, 600, 999])
+async def test_a_status_that_there_is_not_is_the_answers_all_the_same(status: int) -> None:
+    """What it means is not for us to say; that more is to come is what 1xx says."""
+    async with rig() as r:
+        _, sink = r.ask()
+        (await r.peer()).say(b"HTTP/1.1 %03d X\r\ncontent-length: 2\r\n\r\nok" % status)
+        async with asyncio.timeout(5):
+            await sink.over.wait()
+        assert (sink.status, sink.ends) == (status, 1)
+
+
 async def test_an_answer_without_a_length_ends_with_its_connection() -> None:
     async with rig() as r:
         _, sink = r.ask()

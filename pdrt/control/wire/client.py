@@ -283,12 +283,12 @@ class Connection(asyncio.Protocol):
         if self._is_whole:
             return
         status = self._parser.get_status_code()
-        self._is_interim = status < 200
+        self._is_interim = 100 <= status < 200
         if self._is_interim:
             self._headers = {}
             return
         self._has_head, self._fed = True, 0
-        if status >= _ERRORS:
+        if not 200 <= status < _ERRORS:
             self._over_at = self._pool.clock() + ERROR_S
         call = self._call
         if call is not None and call.sink is not None:
