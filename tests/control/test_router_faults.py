@@ -79,6 +79,7 @@ async def test_a_full_decode_instance_is_429_with_its_own_retry_after() -> None:
         r.decode[0].plays.append(status(429, "full", "overloaded", retry_after="7"))
         got = await r.send()
         assert (got.status, got.headers["retry-after"]) == (429, "7")
+        assert r.instance(r.decode[0]).is_full
 
 
 async def test_no_decode_instance_is_503_no_decode() -> None:
@@ -325,6 +326,18 @@ async def test_a_rebind_that_comes_before_its_room_is_asked_again() -> None:
         await until(lambda: len(r.decode[0].seen_rebinds) == 2)
         answer.set()
         assert (await asked).status == 200
+
+
+async def test_a_rebind_that_gets_no_answer_is_an_error() -> None:
+    async with rig(prefill=2) as r:
+        r.prefill[0].plays.append(die)
+        r.decode[0].rebinds.append(die)
+        r.decode[0].plays.append(hang)
+        r.prefill[1].plays.append(hang)
+        async with asyncio.timeout(10):
+            got = await r.send()
+        assert (got.status, got.error["code"]) == (503, "peer_lost")
+        await r.at_rest()
 
 
 async def test_a_rebind_that_never_finds_its_room_is_an_error() -> None:

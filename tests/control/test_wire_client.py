@@ -312,6 +312,20 @@ async def test_an_address_that_nobody_calls_any_more_is_forgotten() -> None:
         assert r.pool is not pool
 
 
+async def test_a_call_that_is_paused_before_its_connection_is_there_reads_nothing() -> None:
+    async with rig() as r:
+        call, sink = r.ask()
+        call.pause()
+        (await r.peer()).say(OK)
+        _, other = r.ask()
+        (await r.peer(2)).say(OK)  # said later
+        await other.over.wait()
+        assert (sink.status, sink.ends) == (0, 0)
+        call.resume()
+        await sink.over.wait()
+        assert (sink.body, sink.ends) == (b"ok", 1)
+
+
 async def test_a_paused_call_reads_no_more_until_it_is_resumed() -> None:
     async with rig() as r:
         call, sink = r.ask()
