@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from pdrt.control.moving import LOOK_EVERY_S
 from pdrt.control.sse import DONE
-from tests.control.fake_leader import FakeLeader, Play, die, hang, status, stream
+from tests.control.fake_leader import FakeLeader, Play, after, die, good, hang, status, stream
 from tests.control.router_rig import Rig, rig, until
 
 ENDS = {"done", "die", "hang"}
@@ -167,9 +168,24 @@ async def test_what_is_held_for_prefills_part_is_told_before_the_move() -> None:
         assert rest == said(1, 2, 3, 4) + DONE
 
 
-def _telling(prompt: Any) -> Play:
-    from tests.control.fake_leader import good
+async def test_what_is_held_when_its_instance_is_lost_is_told_before_the_move() -> None:
+    gate = asyncio.Event()
+    async with rig(decode=2) as r:
+        r.prefill[0].plays.append(after(gate, _telling({"prompt_logprobs": []})))
+        everywhere(r, stream(told(1) + told(2), ending="hang"), REST)
+        asked = r.sending(stream=True, sampling_params={"prompt_logprobs": 0})
+        await until(lambda: bool(used(r)))
+        (relay,) = r.router.relays
+        await until(lambda: relay.route.state == "held")
+        r.instance(used(r)[0]).died("its connections are open, and nothing comes")
+        gate.set()
+        async with asyncio.timeout(10):
+            got = await asked
+        assert got.body.split(b"\n\n", 1)[1] == said(1, 2, 3, 4) + DONE
+        await r.at_rest()
 
+
+def _telling(prompt: Any) -> Play:
     usage = {"prompt_tokens": 3, "cached_tokens": 0}
     return good({"status": "prefilled", "model": "tiny", "prompt": prompt, "usage": usage})
 
