@@ -178,14 +178,20 @@ def test_a_body_of_more_things_than_any_request_has_is_refused_before_it_is_read
 ) -> None:
     """The loop stands still while they are made."""
     with pytest.raises(BadRequest, match=what):
-        parse_object(f'{{"a":[{",".join([element] * count)}]}}'.encode())
+        parse_object(f'{{"a":[{",".join([element] * count)}]}}'.encode(), is_clients=True)
 
 
 def test_marks_in_texts_are_no_things() -> None:
     text = '{[:,\\"{[:,\\\\' * (MAX_VALUES // 2 + 1)
-    assert parse_object(json.dumps({"prompt": text}).encode()) == {"prompt": text}
-    ids = list(range(MAX_VALUES))
-    assert parse_object(json.dumps({"prompt": ids}).encode()) == {"prompt": ids}
+    body = json.dumps({"prompt": text}).encode()
+    assert parse_object(body, is_clients=True) == {"prompt": text}
+
+
+def test_the_largest_batch_is_taken_and_so_is_its_leg_with_what_is_added() -> None:
+    batch = {"prompt": [[7] * 8192] * 128, "max_tokens": 1, "stream": True}
+    assert parse_object(json.dumps(batch).encode(), is_clients=True) == batch
+    leg = {"prompt": [7] * (MAX_VALUES + 1), "room": 1, "attempt": 2}
+    assert parse_object(json.dumps(leg).encode()) == leg
 
 
 async def test_a_body_over_the_limit_is_413_with_and_without_a_length() -> None:

@@ -47,7 +47,7 @@ class Request:
 
     def json(self) -> Json:
         """The body's JSON object. Raises BadRequest."""
-        return parse_object(self.body)
+        return parse_object(self.body, is_clients=True)
 
     def asked(self, name: str) -> str:
         """The first value of a name in the query, or nothing."""
