@@ -209,7 +209,9 @@ def _completion(body: Json, *, is_echoed: bool) -> Order:
 def _chat(body: Json) -> Order:
     body = _openai(body, ChatRequest)
     turns = body.get("messages")
-    if isinstance(turns, list) and len(turns) <= MAX_TURNS:
+    if isinstance(turns, list):
+        if len(turns) > MAX_TURNS:
+            raise BadRequest(f"messages: {len(turns)} of them; the limit is {MAX_TURNS}")
         body = {**body, "messages": [_plain_turn(turn, i) for i, turn in enumerate(turns)]}
     request = checked(ChatRequest, body)
     both = (request.max_tokens, request.max_completion_tokens)

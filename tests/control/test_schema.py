@@ -33,6 +33,7 @@ from pdrt.control.schema import (
     GenerateRequest,
     LegFields,
 )
+from pdrt.control.turns import MAX_TURNS
 from pdrt.errors import BadRequest, TooLong
 from pdrt.messages import Grammar, Sampling
 
@@ -729,3 +730,9 @@ def test_every_field_is_in_the_reference_and_so_is_what_is_refused() -> None:
     kinds = (ChatRequest, CompletionRequest, GenerateRequest, GenerateDrawing)
     names = {name for kind in kinds for name in kind.model_fields} | UNSUPPORTED.keys() | IGNORED
     assert {name for name in names if f"`{name}`" not in page} == set()
+
+
+def test_a_chat_of_too_many_turns_is_told_their_number_whatever_is_in_them() -> None:
+    turn: Body = {"role": "user", "content": "a", "refusal": None, "annotations": []}
+    said = refusal("chat", {"messages": [turn] * (MAX_TURNS + 1)})
+    assert said == f"messages: {MAX_TURNS + 1} of them; the limit is {MAX_TURNS}"
