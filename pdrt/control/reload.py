@@ -36,9 +36,9 @@ class Reload(Generic[T]):
     seen: Stamp = field(default=())
 
     def start(self) -> None:
-        """The first time. Raises ConfigError."""
+        """The first time, when it may be a pipe. Raises ConfigError."""
         self.note()
-        self.use(self._read())
+        self.use(self.read())
 
     def note(self) -> None:
         """What is in use is what the files hold now."""
