@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -160,6 +161,20 @@ async def test_a_status_that_there_is_not_is_the_answers_all_the_same(status: in
         async with asyncio.timeout(5):
             await sink.over.wait()
         assert (sink.status, sink.ends) == (status, 1)
+
+
+async def test_an_answer_without_a_length_that_is_reset_is_not_whole() -> None:
+    async with rig() as r:
+        _, sink = r.ask()
+        peer = await r.peer()
+        peer.say(b"HTTP/1.1 200 OK\r\n\r\nok")
+        await sink.came.wait()
+        link = peer.writer.get_extra_info("socket")
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.writer.transport.abort()
+        async with asyncio.timeout(5):
+            await sink.over.wait()
+        assert (sink.ends, [lost.what for lost in sink.lost]) == (0, ["broke off its answer"])
 
 
 async def test_an_answer_without_a_length_ends_with_its_connection() -> None:

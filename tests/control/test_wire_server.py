@@ -279,8 +279,11 @@ async def test_http_1_0_is_told_of_no_100_continue() -> None:
     """RFC 9110, 10.1.1: it would take that for its answer."""
     async with rig() as r:
         client = await r.client()
-        client.send(post("/echo", b"body", "expect: 100-continue", version="1.0")[:-1])
-        client.send(b"y")
+        client.send(post("/echo", b"body", "expect: 100-continue", version="1.0")[:-4])
+        other = await r.client()
+        other.send(post("/echo", b"later"))
+        await other.answer()  # by now the head has been read
+        client.send(b"body")
         code, _, told = await client.answer()
         assert (code, told["body"]) == (200, "body")
 
