@@ -18,12 +18,14 @@ from pdrt.control.heartbeat import (
     News,
     Time,
     Timing,
+    Watched,
     bootstrap_probe,
+    watch,
 )
 from pdrt.data.peer import Health
 from pdrt.errors import PeerLost, Unavailable
 from pdrt.keys import ClusterKey
-from tests.fake_time import FakeTime, settle
+from tests.fake_time import FakeTime, settle, stand_still
 
 TIMING = Timing()
 A, B = ("10.0.0.1", 18800), ("10.0.0.2", 18800)
@@ -306,3 +308,18 @@ async def test_decode_asks_and_prefill_hears_over_real_http() -> None:
         assert heard == ["127.0.0.2:8100 5"]
         with pytest.raises(Unavailable):
             await probe(("127.0.0.1", unused_port()))
+
+
+async def test_a_leader_is_not_missed_for_what_we_had_no_time_to_read() -> None:
+    peer, told = Watched("a"), list[News]()
+
+    async def probe(_address: Address) -> int:
+        peer.used = -1.0  # nobody is interested any more: this is the last look
+        for _ in range(3):
+            stand_still(0.03)
+            await asyncio.sleep(0)
+        return 1
+
+    timing = Timing(every_s=0.0, timeout_s=0.02, forget_s=0.5)
+    await watch(A, peer, probe, told.append, timing, Time(lambda: 0.0))
+    assert [news.health for news in told] == [ALIVE]

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from pdrt.control.http import MAX_NESTED
 from tests.control.fake_leader import after, good, prefilled, stream
 from tests.control.router_rig import KEY, rig, until
 
@@ -100,6 +101,14 @@ async def test_an_unknown_field_is_refused_by_name(field: str) -> None:
         assert field in got.error["message"]
         assert not r.prefill[0].seen
         assert got.headers["x-pd-path"] == "none"
+
+
+async def test_a_body_of_too_many_things_is_refused_before_anybody_is_asked() -> None:
+    async with rig() as r:
+        got = await r.raw(b'{"prompt": [' + b"[1]," * MAX_NESTED + b"[1]]}")
+        assert (got.status, got.error["code"]) == (400, "bad_request")
+        assert "lists and objects; the limit is" in got.error["message"]
+        assert not any(leader.seen for leader in r.leaders)
 
 
 async def test_a_clients_room_is_never_the_wire_identity() -> None:
