@@ -71,15 +71,14 @@ def examine(
             yield fine(f"config: {conf} is a router's and can be read")
             yield from _router(router)
             return  # it neither moves KV nor computes
-        else:
-            node = load(NodeConfig, conf)
-            yield fine(f"config: {conf or 'defaults and environment'} can be read")
-            yield from _node(node, role, cache)
-            transfer, address = node.transfer, node.parallel.local_ip
-            needed = set() if role == "hybrid" else set(wanted(transfer))
-            if conf is None and role is None:  # `pdrt up` is asked about, too
-                yield _port("router", node.parallel.local_ip, node.ports.router)
-                yield _port("admin", node.parallel.local_ip, node.ports.admin)
+        node = load(NodeConfig, conf)
+        yield fine(f"config: {conf or 'defaults and environment'} can be read")
+        yield from _node(node, role, cache)
+        transfer, address = node.transfer, node.parallel.local_ip
+        needed = set() if role == "hybrid" else set(wanted(transfer))
+        if conf is None and role is None:  # `pdrt up` is asked about, too
+            yield _port("router", node.parallel.local_ip, node.ports.router)
+            yield _port("admin", node.parallel.local_ip, node.ports.admin)
     except ConfigError as error:
         yield wrong(f"config: {error}", "correct the file or the PDRT_* variable named there")
     way = address if _is_here(address) else "127.0.0.1"

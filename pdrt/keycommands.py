@@ -97,8 +97,8 @@ def token(
     key_file: Annotated[
         Path | None,
         typer.Option(
-            help="The cluster key's file. [default: that of your settings, or else the one in"
-            " your config directory]; `pdrt up` has its own, `key` beside its logs.",
+            help="The cluster key's file. [default: that of your environment, or else the one"
+            " in your config directory]; `pdrt up` has its own, `key` beside its logs.",
             show_default=False,
         ),
     ] = None,

@@ -220,7 +220,7 @@ async def read_body(request: web.Request, limit: int, within_s: float = BODY_S) 
 def parse_object(body: bytes, *, is_clients: bool = False) -> Json:
     """The JSON object in these bytes. Raises BadRequest, also for NaN, deep nesting, no text.
 
-    What a router adds for its leaders is not held against a client's body, so they do not count.
+    A client's is bounded. What the router makes of it has more in it, and is not refused for that.
     """
     try:
         is_plain = body[:1] == b"{" and body[1:2] != b"\0"  # or another encoding is looked for

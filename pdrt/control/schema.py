@@ -369,7 +369,7 @@ _ELSEWHERE: Final = {  # what other servers call it
     "parameters": "sampling_params",
     "text": "prompt",
 }
-_LONGEST_NAME: Final = max(map(len, _ELSEWHERE)) + 16  # of ours too; to compare longer ones is work
+_LONGEST_NAME: Final = 30  # no field's is longer, and to compare with a long one is work
 
 
 def _hint(kind: type[BaseModel], place: Sequence[int | str]) -> str:

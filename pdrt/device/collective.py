@@ -1,8 +1,8 @@
 """Sums over a group of ranks, which are processes of one node or of several.
 
 The promise: a sum has the same bytes on every rank, or PeerLost is raised on all that are left
-within the timeout, and then the group is over. A rank's death is mostly told at once, but gloo
-forgets a send that fails in its own thread; who has to know at once hears it of `members`' links.
+within the timeout, and then the group is over. A rank's death is mostly told at once, but gloo was
+seen to wait on in a send to one that had died; to know at once is the business of `members`.
 Between nodes neither gloo nor its store ask who connects: they listen at our address only.
 """
 

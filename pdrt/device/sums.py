@@ -2,8 +2,8 @@
 
 A star of sockets: rank 0 takes what each has, and answers with the sum. The promise: the same sum
 on every rank, or PeerLost on all that are left: at once when one has died, after the timeout when
-one is stuck. Between nodes both ends of a line prove that they know
-the group's secret, by an HMAC over what both said.
+one is stuck. Between nodes both ends of a line prove that they know the group's secret, by an HMAC
+over what both said.
 """
 
 from __future__ import annotations

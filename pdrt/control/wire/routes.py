@@ -48,10 +48,9 @@ class Routes:
         return route
 
     def _matching(self, request: Request) -> dict[str, Route]:
-        parts = request.path.split("/")
         found: dict[str, Route] = {}
         for names, methods in self._patterns:
-            params = _params(names, parts)
+            params = _params(names, request.path)
             if params is not None:
                 found |= methods
                 if request.method in methods:
@@ -59,10 +58,8 @@ class Routes:
         return found
 
 
-def _params(names: list[str], parts: list[str]) -> dict[str, str] | None:
-    if names[-1].endswith("*}"):
-        whole = len(names) - 1
-        parts = [*parts[:whole], *(["/".join(parts[whole:])] if parts[whole:] else [])]
+def _params(names: list[str], path: str) -> dict[str, str] | None:
+    parts = path.split("/", len(names) - 1 if names[-1].endswith("*}") else -1)
     if len(names) != len(parts):
         return None
     params = {}
