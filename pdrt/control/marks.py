@@ -45,6 +45,7 @@ class Heard:
         self._ids = [bytearray() for _ in range(sequences)]
         self._ends: list[str | None] = [None] * sequences
         self.cached_tokens = 0
+        self.is_marked = False  # the leader says what its events tell
         self.is_over = False  # the last event has been told
         self.error: PdrtError | None = None  # what the leader's stream ended with
 
@@ -109,7 +110,7 @@ class Heard:
         index, events, cached, finish, ids = _read(data[at : begin - 1])
         if index >= len(self._ids):
             raise BadMessage(f"a mark is of sequence {index}; there are {len(self._ids)}")
-        end = begin
+        self.is_marked, end = True, begin
         for _ in range(events):
             end = data.find(END, end) + 2
             if end < 2:

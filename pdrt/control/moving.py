@@ -1,7 +1,8 @@
 """How a stream outlives its decode instance: what is kept of it, and who goes on with it.
 
 The promise: the client reads whole events only, so what was kept is what it has; from there on it
-reads what it would have read, and none of it twice.
+reads what it would have read, and none of it twice. What a leader says of its stream's end is an
+outcome like any other, also where nobody may go on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import structlog
 from pdrt.control.choice import Choice
 from pdrt.control.instances import Instance, Status
 from pdrt.control.legs import DecodeFailed, Event, Failure, Moved, Route, State, Stranded
-from pdrt.control.marks import MARK, Heard
+from pdrt.control.marks import Heard
 from pdrt.control.policy import Ask
 from pdrt.control.schema import Resumed, checked
 from pdrt.control.sse import DONE
@@ -37,7 +38,6 @@ class Moving:
     clock: Callable[[], float]
     heard: Heard = field(init=False)
     first_at: float = 0.0
-    is_marked: bool | None = None  # its leader says what it tells; else bytes pass as they come
 
     def __post_init__(self) -> None:
         self.heard = Heard(self.sequences)
@@ -49,9 +49,7 @@ class Moving:
 
     def take(self, data: bytes) -> bytes:
         """What the client may read of a leg's bytes; then look at `error`."""
-        if self.is_marked is None:
-            self.is_marked = data[: len(MARK)] == MARK[: len(data)]
-        told = self.heard.take(data) if self.is_marked else data
+        told = self.heard.take(data)
         if told and not self.first_at:
             self.first_at = self.clock()
         return told
@@ -59,11 +57,11 @@ class Moving:
     @property
     def is_whole(self) -> bool:
         """Whether nothing but the stream's own end may be missing."""
-        return self.is_marked is True and self.heard.is_whole
+        return self.heard.is_whole
 
     def rest(self) -> bytes:
         """At a leg's end: what a whole answer lacks. Raises PeerLost when it is not whole."""
-        if self.heard.is_over or not self.is_marked:
+        if self.heard.is_over:
             return b""
         if not self.heard.is_whole:
             raise PeerLost("decode ended its answer before its end")
@@ -72,7 +70,7 @@ class Moving:
 
     def next_leg(self) -> Resumed:
         """What the next instance has to know. Raises PdrtError where that is not known."""
-        if not self.is_marked:
+        if not self.heard.is_marked:
             raise BadMessage("decode did not say which tokens its events tell")
         self.heard.forget_part()
         return checked(
@@ -87,18 +85,16 @@ class Moving:
 
 
 class Mover:
-    """Finds who goes on with one stream, now or within a bound. Only streams that may move have it:
-    `of` says which.
-    """
+    """Finds who goes on with one stream, now or within a bound. `of` says which streams have it."""
 
     @staticmethod
     def of(ticket: Ticket, tools: Tools) -> Mover | None:
-        if ticket.job.stream and tools.max_moves > 0 and ticket.may_retry and not tools.is_plain:
-            return Mover(ticket, tools)
-        return None
+        """Those of our leaders: what other servers' events mean is not known."""
+        return Mover(ticket, tools) if ticket.job.stream and not tools.is_plain else None
 
     def __init__(self, ticket: Ticket, tools: Tools) -> None:
         self._ticket, self._tools = ticket, tools
+        self._most = tools.max_moves if ticket.may_retry else 0
         self._began = tools.clocks.clock()
         self._tried: dict[Instance, Status | None] = {}
         self._lost: DecodeFailed | None = None
@@ -107,6 +103,10 @@ class Mover:
         self.moving: Moving | None = None
         self.resumed: Resumed | None = None
         self.choice: Choice | None = None  # of the last Moved
+
+    @property
+    def may_move(self) -> bool:
+        return self._most > 0
 
     def begin(self, path: str, room: int) -> Moving:
         """For a decode leg of which the client has nothing yet."""
@@ -117,7 +117,7 @@ class Mover:
     def considered(self, event: DecodeFailed, route: Route, culprit: Instance) -> Event:
         """In mid-stream: the failure itself, or what follows it when another instance may help."""
         is_refusal = route.state is State.MOVING
-        if self.moving is None or route.moves >= self._tools.max_moves:
+        if self.moving is None or route.moves >= self._most:
             return event
         if not may_help(event.failure, is_refusal=is_refusal):
             return event

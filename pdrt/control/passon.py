@@ -51,7 +51,7 @@ class Way:
     is_stream: bool
     is_early: bool  # prefill's outcome is needed before the client hears of it
     merge: Merge | None  # puts prefill's part before it
-    moving: Moving | None = None  # keeps what is told of a stream that may move
+    moving: Moving | None = None  # keeps what a leader's stream has told
     is_resumed: bool = False  # the client has its beginning from another leg
 
 
@@ -218,7 +218,8 @@ class DecodeLeg:
     def go(self, path: str, told: Json, room: int) -> None:
         """Pass on what is here and what comes; `told` is what prefill said, for the merge."""
         if self._merge is None:
-            self._pass_on = self._client.start(self.status, self.headers, path)
+            pass_on = self._client.start(self.status, self.headers, path)
+            self._pass_on = pass_on if self._moving is None else None
             self._release()
         else:
             work = self._open_merged if self._is_stream else self._give_merged
@@ -233,7 +234,7 @@ class DecodeLeg:
         elif self._has_ended:
             self._finish()
         else:
-            if self._pass_on is not None and self._moving is None and self.call is not None:
+            if self._pass_on is not None and self.call is not None:
                 self.call.pass_chunks(self._pass_on)
             self.flow(is_full=self._client.is_full)
 
@@ -259,7 +260,7 @@ class DecodeLeg:
 
     async def _open_merged(self, merge: Merge, path: str, told: Json, room: int) -> None:
         opening = await asyncio.to_thread(merge.opening, told, room)
-        self._pass_on = self._client.start(self.status, self.headers, path)
+        self._client.start(self.status, self.headers, path)
         self._client.write(opening)
         self._release()
 

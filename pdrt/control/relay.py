@@ -397,7 +397,7 @@ class Relay:
         host, port = self.bootstrap or (None, None)
         expires = self._tools.clocks.wall() + left + TOKEN_SPARE_S
         mover = self._mover
-        moving = mover.moving if mover is not None else None
+        moving = mover.moving if mover is not None and mover.may_move else None
         return LegFields.model_construct(  # ours: nothing to check
             bootstrap_room=room,
             attempt=attempt,

@@ -86,23 +86,28 @@ class StreamReply:
         resumed: bool = False,
     ) -> None:
         self._reader, self._voice = reader, voice
-        self._marks, self._resumed = marks, resumed
+        self._marks = marks
+        self._is_opened = resumed
         self._has_begun = False
 
     async def say(self, delta: Delta, answer: Answer) -> None:
-        events = list(map(event_of, self._voice.chunks(delta, answer)))
+        """Nothing goes out while all of it is held back: an error keeps its own status then."""
+        opening = [] if self._is_opened else await self._opening(answer)
+        events = [*opening, *map(event_of, self._voice.chunks(delta, answer))]
+        told = b"".join(events)
+        if self._marks is not None:
+            told = self._marks.of(delta, answer.cached_tokens, len(events)) + told
+        if not told:
+            return
         with _reader_is_there():
             if not self._has_begun:
                 self._has_begun = True
                 await self._reader.start(200, EVENTS)
-                if not self._resumed:
-                    opening = partial(opening_of, self._voice, answer)
-                    events = [*await beside(opening, answer), *events]
-            if self._marks is not None:
-                mark = self._marks.of(delta, answer.cached_tokens, len(events))
-                events = [mark, *events] if mark else events
-            if events:
-                await self._reader.write(b"".join(events))
+            await self._reader.write(told)
+
+    async def _opening(self, answer: Answer) -> list[bytes]:
+        self._is_opened = True
+        return await beside(partial(opening_of, self._voice, answer), answer)
 
     async def end(self, answer: Answer) -> None:
         with _reader_is_there():

@@ -42,13 +42,13 @@ class FakeReader:
 
 
 class OneWord:
-    """A voice."""
+    """A voice, which has nothing to say of tokens without text."""
 
     def opening(self, answer: Answer) -> Sequence[Json]:
         return ()
 
     def chunks(self, delta: Delta, answer: Answer) -> Sequence[Json]:
-        return ({},)
+        return ({},) if delta.text else ()
 
     def whole(self, answer: Answer) -> Json:
         return {}
@@ -83,3 +83,16 @@ async def test_a_reader_that_leaves_cancels_the_answer_and_gets_no_second_one(
     await reply.fail(Cancelled("the client is gone"))
     assert reader.told[-1] == "break off"
     assert reader.told.count("start") <= 1
+
+
+async def test_a_stream_begins_with_its_first_event_and_not_with_tokens_that_are_held_back() -> (
+    None
+):
+    reader, answer = FakeReader(), Answer(1, [], Times(0.0))
+    reply = reply_to(reader, stream=True)
+    await reply.say(Delta(index=0, text="", ids=(97,)), answer)
+    assert reader.told == []
+    with pytest.raises(DeadlinePassed):
+        await reply.fail(DeadlinePassed("late"))
+    await reply.say(DELTA, answer)
+    assert reader.told == ["start", "write"]

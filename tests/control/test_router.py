@@ -8,6 +8,7 @@ import json
 import pytest
 
 from pdrt.control.http import MAX_NESTED
+from pdrt.control.sse import DONE
 from tests.control.fake_leader import after, good, prefilled, stream
 from tests.control.router_rig import KEY, rig, until
 
@@ -33,10 +34,14 @@ async def test_both_legs_get_the_same_room_and_the_client_decodes_answer() -> No
         await r.at_rest()
 
 
-async def test_decodes_stream_reaches_the_client_byte_for_byte_as_it_comes() -> None:
+@pytest.mark.parametrize("backends", ["plain", "pdrt"])
+async def test_decodes_stream_reaches_the_client_byte_for_byte_as_it_comes(backends: str) -> None:
+    """Of a leader's, whole events."""
     gate = asyncio.Event()
     chunks = [b'data: {"text":"\xc3', b'\xa9"}\n\n', b"data: [DONE]\n\n"]
-    async with rig() as r:
+    if backends == "pdrt":
+        chunks = [b"".join(chunks[:2]), chunks[2]]
+    async with rig(policy={"backends": backends}) as r:
         r.decode[0].plays.append(stream(chunks[0], gate, *chunks[1:]))
         async with r.session.post(
             r.url + "/generate", json={"prompt": "hi", "stream": True}
@@ -66,6 +71,7 @@ async def test_nothing_is_answered_before_decode_has_something_to_say() -> None:
 async def test_the_prefill_leg_is_built_from_an_allow_list() -> None:
     """CASES 82: a proxy copied `stream` and more into the prefill leg and crashed."""
     async with rig() as r:
+        r.decode[0].plays.append(stream(DONE))
         got = await r.send(
             {
                 "model": "tiny",

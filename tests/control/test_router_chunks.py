@@ -12,7 +12,6 @@ from pdrt.control.wire.request import Request
 from pdrt.errors import Conflict
 from tests.control.fake_leader import stream
 from tests.control.router_rig import Rig, rig
-from tests.control.test_router_merge import ASK, PART, told
 
 EVENTS = [b"data: %d\n\n" % number for number in range(4)]
 BODY = b'{"prompt": "hi", "stream": true}'
@@ -74,26 +73,9 @@ async def test_all_but_the_first_pass_unread_and_all_are_counted(passed: list[by
         assert sum(second.pieces for second in r.router.screen.flow.series(r.time.now)) == 4
 
 
-async def test_so_do_those_behind_a_prompts_part_where_a_stream_may_not_move(
-    passed: list[bytes],
-) -> None:
-    """What prefill alone can tell is put before decode's chunks, which then pass as they are."""
-    async with rig(policy={"migrate": False}) as r:
-        r.prefill[0].plays.append(told(PART))
-        gates = one_by_one(r)
-        body = {**ASK, "stream": True}
-        async with r.session.post(r.url + "/v1/completions", json=body) as answer:
-            assert b'"text":"ab"' in await answer.content.readuntil(b"\n\n")
-            for event, gate in zip(EVENTS, gates, strict=True):
-                assert await answer.content.readexactly(len(event)) == event
-                gate.set()
-            assert await answer.read() == b""
-        assert passed == [b"9\r\n%b\r\n" % event for event in EVENTS[1:]]
-        await r.at_rest()
-
-
-async def test_a_stream_that_may_move_is_read_all_along(passed: list[bytes]) -> None:
-    async with rig() as r:
+@pytest.mark.parametrize("migrate", [True, False])
+async def test_a_leaders_stream_is_read_all_along(passed: list[bytes], migrate: bool) -> None:
+    async with rig(policy={"migrate": migrate}) as r:
         ends = ["-", "-", "-", "length"]
         marks = [f":t 0 1 0 {end} 7\n".encode() for end in ends]
         gates = one_by_one(r, [b"".join(pair) for pair in zip(marks, EVENTS, strict=True)])

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from pdrt.control import askany
+from pdrt.control.sse import DONE
 from pdrt.data.peer import Health
 from tests.control.fake_leader import (
     Play,
@@ -216,7 +217,7 @@ async def test_a_decode_that_dies_in_mid_stream_ends_it_with_an_error_event() ->
 
 
 async def test_an_error_event_never_hides_in_a_half_written_one() -> None:
-    async with rig() as r:
+    async with rig(policy={"backends": "plain"}) as r:
         r.decode[0].plays.append(stream(b"data: {half", ending="die"))
         _, body = await _stream_of(r)
         assert body.startswith(b"data: {half\n\nevent: error\n")
@@ -238,13 +239,13 @@ async def test_what_prefill_says_after_decodes_answer_has_begun_does_not_matter(
     gate, more = asyncio.Event(), asyncio.Event()
     async with rig() as r:
         r.prefill[0].plays.append(after(gate, status(500, "late", "internal")))
-        r.decode[0].plays.append(stream(b"data: 1\n\n", more, b"data: 2\n\n"))
+        r.decode[0].plays.append(stream(b"data: 1\n\n", more, b"data: 2\n\n", DONE))
         asked = asyncio.create_task(_stream_of(r))
         await until(lambda: any(relay.first_byte_at is not None for relay in r.router.relays))
         gate.set()
         await until(lambda: r.instance(r.prefill[0]).load.requests == 0)
         more.set()
-        assert await asked == (200, b"data: 1\n\ndata: 2\n\n")
+        assert await asked == (200, b"data: 1\n\ndata: 2\n\n" + DONE)
 
 
 def bytes_of(answer: bytes) -> Play:

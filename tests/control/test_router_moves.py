@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -48,16 +49,21 @@ def everywhere(r: Rig, *plays: Play) -> None:
         leader.plays.extend([play] * len(plays))
 
 
-LOSSES = {
-    "connection": stream(told(1), told(2), ending="die"),
-    "half an event": stream(told(1), told(2), told(3)[:-1], ending="die"),
-    "half a mark": stream(told(1), told(2), b":t 0", ending="die"),
-    "its worker": stream(told(1), told(2), failed("peer_lost")),
-    "at once with what it told": stream(told(1) + told(2) + failed("peer_lost")),
-    "its KV": stream(told(1), told(2), failed("bad_logits")),
-    "an end without one": stream(told(1), told(2)),
-    "nonsense": stream(told(1), told(2), b":t what\n"),
-}
+def losses(tell: Callable[[int], bytes]) -> dict[str, Play]:
+    """After two events."""
+    return {
+        "connection": stream(tell(1), tell(2), ending="die"),
+        "half an event": stream(tell(1), tell(2), tell(3)[:-1], ending="die"),
+        "half a mark": stream(tell(1), tell(2), b":t 0", ending="die"),
+        "its worker": stream(tell(1), tell(2), failed("peer_lost")),
+        "at once with what it told": stream(tell(1) + tell(2) + failed("peer_lost")),
+        "its KV": stream(tell(1), tell(2), failed("bad_logits")),
+        "an end without one": stream(tell(1), tell(2)),
+        "nonsense": stream(tell(1), tell(2), b":t what\n"),
+    }
+
+
+LOSSES = losses(told)
 REST = stream(told(3, cached=0), told(4, "length", cached=0), DONE)
 
 
@@ -115,16 +121,25 @@ async def test_a_stream_moves_as_often_as_policy_allows() -> None:
         await r.at_rest()
 
 
-@pytest.mark.parametrize("how", ["off", "unmarked"])
-async def test_what_may_not_move_passes_byte_for_byte_and_ends_with_an_error(how: str) -> None:
-    async with rig(decode=2, policy={"migrate": how != "off"}) as r:
-        begun = said(1) if how == "unmarked" else told(1)
-        everywhere(r, stream(begun, b"data: ha", ending="die"), REST)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("migrate", [True, False])
+async def test_a_stream_that_may_not_move_ends_with_an_error_and_counts_as_one(
+    loss: str, migrate: bool
+) -> None:
+    """Its leader does not say what it tells, or moving is switched off."""
+    async with rig(decode=2, policy={"migrate": migrate}) as r:
+        everywhere(r, losses(said)[loss], REST)
         got = await r.send(stream=True)
-        assert got.body.startswith(begun + b"data: ha")
-        assert b"event: error" in got.body
-        assert len(used(r)) == 1
-        assert ("marks" in used(r)[0].seen[0].body) == (how != "off")
+        begun, error = got.body.split(b"event: error\ndata: ")
+        assert begun == said(1, 2)
+        code = "bad_logits" if loss == "its KV" else "peer_lost"
+        assert json.loads(error)["error"]["code"] == code
+        (leader,) = used(r)
+        assert ("marks" in leader.seen[0].body) == migrate
+        metrics = (await r.get("/metrics")).body.decode()
+        assert f'pdrt_router_errors_total{{code="{code}"}} 1.0' in metrics
+        assert r.instance(leader).breaker.faults
+        await r.at_rest()
 
 
 @pytest.mark.parametrize("code", ["bad_request", "deadline", "too_long"])
@@ -146,14 +161,35 @@ async def test_one_that_does_not_take_it_is_passed_by(refusal: Play) -> None:
         assert len(used(r)) == 3
 
 
-async def test_before_the_first_event_the_request_starts_over() -> None:
-    """It has heard nothing: a fresh room, both legs, and no word of a move."""
-    async with rig(decode=2) as r:
-        everywhere(r, stream(told(1)[:-1], ending="die"), stream(told(7, "stop"), DONE))
+SILENT_LOSSES = {
+    "half an event": stream(told(1)[:-1], ending="die"),
+    "its worker": stream(failed("peer_lost")),
+    "its worker, a byte at a time": stream(*map(bytes, zip(failed("peer_lost"), strict=True))),
+    "an end": stream(),
+    "a status": status(503),
+}
+
+
+@pytest.mark.parametrize("loss", SILENT_LOSSES)
+@pytest.mark.parametrize("migrate", [True, False])
+async def test_before_the_first_event_the_request_starts_over(loss: str, migrate: bool) -> None:
+    """Its client has heard nothing: a fresh room, both legs, and no word of a move."""
+    async with rig(decode=2, policy={"migrate": migrate}) as r:
+        everywhere(r, SILENT_LOSSES[loss], stream(told(7, "stop") if migrate else said(7), DONE))
         got = await r.send(stream=True)
         assert got.body == said(7) + DONE
         assert len(r.prefill[0].seen) == 2
         assert not any("resumed" in s.body for leader in used(r) for s in leader.seen)
+
+
+@pytest.mark.parametrize("migrate", [True, False])
+async def test_without_another_instance_its_error_has_its_own_status(migrate: bool) -> None:
+    """Never HTTP 200 with nothing but an error in it."""
+    async with rig(policy={"migrate": migrate}) as r:
+        r.decode[0].plays.append(stream(failed("peer_lost")))
+        got = await r.send(stream=True)
+        assert (got.status, got.error["code"]) == (503, "peer_lost")
+        await r.at_rest()
 
 
 async def test_what_is_held_for_prefills_part_is_told_before_the_move() -> None:

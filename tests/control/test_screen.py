@@ -9,6 +9,7 @@ from pdrt.control.dashboard.serve import FRESH_S
 from pdrt.control.http import Json
 from pdrt.control.overview import Running
 from pdrt.control.screen import MOST_ERRORS
+from pdrt.control.sse import DONE
 from tests.control.fake_leader import after, hang, status, stream
 from tests.control.router_rig import Rig, rig, until
 
@@ -49,7 +50,7 @@ async def test_a_request_is_shown_where_it_is_until_it_is_over() -> None:
     async with rig() as r:
         prefill, first, more = asyncio.Event(), asyncio.Event(), asyncio.Event()
         r.prefill[0].plays.append(after(prefill, r.prefill[0]._well()))  # noqa: SLF001 - as usual
-        r.decode[0].plays.append(after(first, stream(b"data: 1\n\n", more, b"data: 2\n\n")))
+        r.decode[0].plays.append(after(first, stream(b"data: 1\n\n", more, b"data: 2\n\n" + DONE)))
         sending = r.sending(stream=True)
         await r.decode[0].nth(1)
         r.time.now += 0.25

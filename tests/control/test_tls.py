@@ -22,6 +22,7 @@ from pdrt.chat import first_model
 from pdrt.config import NodeConfig, RouterConfig
 from pdrt.control.reload import watch
 from pdrt.control.router import make_router, make_server, tls_of
+from pdrt.control.sse import DONE
 from pdrt.control.tls import certificate_of, context_of
 from pdrt.errors import ConfigError, Unavailable
 from pdrt.keys import ClusterKey
@@ -226,10 +227,10 @@ async def test_answers_streams_and_large_prompts_pass_through_tls(
         async with r.session.post(r.url + "/generate", data=body, ssl=context) as answer:
             assert answer.status == 200
         assert r.prefill[0].seen[0].body["prompt"] == large["prompt"]
-        r.decode[0].plays.append(stream(*pieces))
+        r.decode[0].plays.append(stream(*pieces, DONE))
         asked = {"prompt": "x", "stream": True}
         async with r.session.post(r.url + "/generate", json=asked, ssl=context) as answer:
-            assert await answer.read() == b"".join(pieces)
+            assert await answer.read() == b"".join(pieces) + DONE
         r.decode[0].plays.append(stream(pieces[0], ending="hang"))
         async with r.session.post(r.url + "/generate", json=asked, ssl=context) as answer:
             await answer.content.readany()

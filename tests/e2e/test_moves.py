@@ -209,6 +209,45 @@ async def test_a_stop_string_that_was_half_said_is_completed_by_another_instance
     await cluster.until_baseline()
 
 
+HELD = {  # for a second: the stop string is never complete
+    "stream": True,
+    "temperature": 0,
+    "max_tokens": 60,
+    "structured_outputs": {"choice": ["abc" * 20]},
+    "stop": ["abc" * 15 + "d"],
+    **USAGE,
+}
+SILENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"prompt": PROMPT, **HELD}),
+    "echo": ("/v1/completions", {"prompt": "once more", "echo": True, **HELD}),
+    "n=2": ("/v1/completions", {"prompt": PROMPT, "n": 2, **HELD}),
+    "batch": ("/v1/completions", {"prompt": ["one", "two"], **HELD}),
+    "chat": ("/v1/chat/completions", {**TALK, **HELD}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "victim"), [*((name, "worker") for name in SILENT), ("completions", "node")]
+)
+async def test_a_stream_of_which_nothing_is_told_yet_goes_on_too(
+    cluster: Cluster, name: str, victim: str
+) -> None:
+    """Its text is held back when its decode instance dies. CASES 86."""
+    path, body = SILENT[name]
+    whole = await read(cluster, path, body)
+    assert all(text.endswith("abc" * 20) for text in whole.texts.values())
+    await until_both(cluster)
+    await cluster.until_baseline()
+    pending = asyncio.ensure_future(read(cluster, path, body))
+    count = 2 if name in ("n=2", "batch") else 1
+    await cluster.until(lambda: are_running(cluster, count), "it decodes")
+    await kill(cluster, victim)
+    survived = await pending
+    assert (survived.texts, survived.ends) == (whole.texts, whole.ends)
+    assert survived.usage["completion_tokens"] == whole.usage["completion_tokens"]
+    await cluster.until_baseline()
+
+
 async def test_an_answer_that_is_not_streamed_starts_over_and_is_the_same(
     cluster: Cluster,
 ) -> None:
