@@ -128,7 +128,7 @@ class PairReplaced:
 
 @dataclass(frozen=True, slots=True)
 class InstanceReplaced:
-    """The same for a request that one hybrid instance serves alone."""
+    """The same, and one hybrid instance is to serve it alone."""
 
     room: int
 
@@ -317,9 +317,10 @@ def _start_over(route: Route, event: PairReplaced) -> Sequence[Effect]:
     return [CancelPrefill(), CancelDecode(), *_open_both(route)]
 
 
-def _move(route: Route, event: InstanceReplaced) -> Sequence[Effect]:
+def _start_alone(route: Route, event: InstanceReplaced) -> Sequence[Effect]:
     route.room, route.tries = event.room, route.tries + 1
-    return [CancelDecode(), *_open_alone(route)]
+    route.prefill_leg += 1  # nothing that the lost one still says counts
+    return [CancelPrefill(), CancelDecode(), *_open_alone(route)]
 
 
 def _go_on(route: Route, event: Moved) -> Sequence[Effect]:
@@ -374,11 +375,11 @@ ROUTE: Table[State, Route, Effect] = Table(
         (_S.JOINING, PrefillReplaced): Edge(_S.JOINING, _join),
         (_S.JOINING, AnsweredEarly): Edge(_S.HELD),
         (_S.AWAITING, AnsweredEarly): Edge(_S.STREAMING, _start_answer),
-        (_S.AWAITING, InstanceReplaced): Edge(_S.AWAITING, _move),
         (_S.HELD, PrefillDone): Edge(_S.STREAMING, _start_answer),
         (_S.HELD, PrefillFailed): Edge(_S.FAILED, _refuse),
         **{(s, Answered): Edge(_S.STREAMING, _start_answer) for s in _SILENT if s is not _S.HELD},
         **{(s, PairReplaced): Edge(_S.OPEN, _start_over) for s in _SILENT},
+        **{(s, InstanceReplaced): Edge(_S.AWAITING, _start_alone) for s in _SILENT},
         **{(s, DecodeFailed): Edge(_S.FAILED, _refuse) for s in _SILENT},
         **{(s, CalledOff): Edge(_S.FAILED, _refuse) for s in _SILENT},
         **{(s, ClientLeft): Edge(_S.LEFT, _let_go) for s in (*_SILENT, *_HEARD)},

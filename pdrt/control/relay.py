@@ -29,6 +29,7 @@ from pdrt.control.legs import (
     Event,
     Failure,
     FinishAnswer,
+    InstanceReplaced,
     JoinedLate,
     LookForAnother,
     OpenDecode,
@@ -119,9 +120,7 @@ class Relay:
         self.setbacks: Sequence[Setback] = ()  # what failed on the way
         self._tools, self._client, self._ended = tools, client, ended
         self._created = int(tools.clocks.wall())
-        self._merge: Merge | None = None
-        if choice.prefill:
-            self._merge = ticket.job.merge(ticket.request_id, self._created)
+        self._merge = self._new_merge()
         self._told = _NOTHING  # what prefill answered
         self._inbox: list[Event] = []
         self._is_busy = False
@@ -268,9 +267,14 @@ class Relay:
         if self._substitutes is None:
             self._substitutes = Substitutes(self.ticket, self._tools)
         known, self.choice = self._substitutes.considered(event, self.route, self.choice)
-        if isinstance(known, PairReplaced) and self._merge is None:  # decode was to tell all of it
-            self._merge = self.ticket.job.merge(self.ticket.request_id, self._created)
+        if isinstance(known, PairReplaced | InstanceReplaced):
+            self._merge = self._new_merge()
         return known
+
+    def _new_merge(self) -> Merge | None:
+        """Where prefill has a part in the answer; who serves alone tells all of it."""
+        alone = self.choice.prefill is None
+        return None if alone else self.ticket.job.merge(self.ticket.request_id, self._created)
 
     def _note_setback(self, event: Failed, culprit: Instance) -> None:
         now = self._tools.clocks.clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -44,13 +45,11 @@ class Substitutes:
             return event, choice
         culprit = culprit_of(event, choice)
         self._tried.add(culprit)
-        try:
-            if culprit is not choice.decode and self._keeps_decode(event, route):
-                replaced, chosen = self._prefill(event, choice)
-            else:
-                replaced, chosen = self._all_anew(choice)
-        except (Unavailable, Overloaded):
+        keeps = culprit is not choice.decode and self._keeps_decode(event, route)
+        found = (keeps and self._prefill(event, choice)) or self._all_anew(event)
+        if found is None:
             return event, choice
+        replaced, chosen = found
         log.warning(
             "retried",
             request_id=self._ticket.request_id,
@@ -65,19 +64,24 @@ class Substitutes:
         is_prefills = isinstance(event, PrefillFailed) and route.state is not State.HELD
         return is_prefills and not self._tools.is_plain
 
-    def _prefill(self, event: Failed, choice: Choice) -> tuple[Event, Choice]:
-        """Raises Unavailable when there is nobody else."""
+    def _prefill(self, event: Failed, choice: Choice) -> tuple[Event, Choice] | None:
+        """Another one, if there is one and the client has not named this one."""
         if self._ticket.pinned is not None:
-            raise Unavailable("the client wants this prefill instance")
-        fleet = self._tools.fleet
-        chosen = fleet.pick_prefill(choice.decode, self._tried, self._ticket.ask)
-        return PrefillReplaced(event.leg), chosen
+            return None
+        with suppress(Unavailable):
+            fleet = self._tools.fleet
+            chosen = fleet.pick_prefill(choice.decode, self._tried, self._ticket.ask)
+            return PrefillReplaced(event.leg), chosen
+        return None
 
-    def _all_anew(self, choice: Choice) -> tuple[Event, Choice]:
-        """Raises Unavailable or Overloaded when there is nobody else."""
+    def _all_anew(self, event: Failed) -> tuple[Event, Choice] | None:
+        """Others of either kind, as for a new request, if there are any."""
         room = self._tools.mint_room()
         ask = replace(self._ticket.ask, room=room)
-        chosen = self._tools.fleet.pick(ask, self._ticket.pinned, self._tried)
-        if (chosen.prefill is None) != (choice.prefill is None) and not choice.local:
-            raise Unavailable("only an instance of another kind is left")
-        return (InstanceReplaced(room) if chosen.prefill is None else PairReplaced(room)), chosen
+        with suppress(Unavailable, Overloaded):
+            chosen = self._tools.fleet.pick(ask, self._ticket.pinned, self._tried)
+            if chosen.fallback:
+                chosen.fallback = event.failure.error.code
+            alone = chosen.prefill is None
+            return (InstanceReplaced(room) if alone else PairReplaced(room)), chosen
+        return None

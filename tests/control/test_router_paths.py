@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from pdrt.config import RouterConfig
-from tests.control.fake_leader import die, good, status
+from pdrt.control.sse import DONE
+from tests.control.fake_leader import Play, after, die, good, hang, status, stream
 from tests.control.router_rig import Rig, rig
+from tests.control.test_router_merge import told
 
 SHORT, LONG = [1] * 100, [1] * 101
 
@@ -72,6 +75,65 @@ async def test_when_decode_fails_alone_both_sides_do_it(loss: Any) -> None:
         both = [await r.send(prompt=SHORT) for _ in range(2)]
         assert [got.status for got in both] == [200, 200]
         assert {got.headers["x-pd-path"] for got in both} == {"local", "disagg"}
+        await r.at_rest()
+
+
+LOSSES: dict[str, tuple[str, Play, str]] = {
+    "prefill dies": ("prefill", die, "peer_lost"),
+    "prefill fails": ("prefill", status(500, error="internal"), "internal"),
+    "decode dies": ("decode", die, "peer_lost"),
+    "decode's worker dies": ("decode", status(503, error="peer_lost"), "peer_lost"),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_hybrid_takes_over_from_a_pair_before_the_answer(
+    loss: str, is_stream: bool
+) -> None:
+    """All of it, prefill's part too, and it says that it stepped in and why."""
+    side, play, why = LOSSES[loss]
+    body = {"prompt": "ab", "echo": True, "stream": is_stream, "request_id": "r-1"}
+    said = good({"choices": []}) if not is_stream else stream(b"data: {}\n\n" + DONE)
+    async with rig(hybrid=1) as r:
+        for leader in (*r.prefill, *r.decode):
+            leader.plays.append(play if leader.role == side else hang)
+        r.hybrid[0].plays.append(said)
+        got = await r.send(body, path="/v1/completions")
+        assert (got.status, got.headers["x-pd-path"]) == (200, f"fallback:{why}")
+        assert got.body == (b"data: {}\n\n" + DONE if is_stream else b'{"choices": []}')
+        leg = r.hybrid[0].seen[0].body
+        assert (leg["path"], leg["echo"]) == (f"fallback:{why}", True)
+        assert "bootstrap_host" not in leg
+        await r.at_rest()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_strict_lets_none_take_over_either(side: str) -> None:
+    async with rig(hybrid=1, policy={"strict": True}) as r:
+        for leader in (*r.prefill, *r.decode):
+            leader.plays.append(die if leader.role == side else hang)
+        got = await r.send()
+        assert (got.status, got.error["code"]) == (503, "peer_lost")
+        assert not r.hybrid[0].seen
+        await r.at_rest()
+
+
+async def test_a_pair_that_has_come_takes_over_from_the_hybrid_in_its_place() -> None:
+    gate = asyncio.Event()
+    async with rig(hybrid=1) as r:
+        await r.lose(r.decode[0])
+        r.hybrid[0].plays.append(after(gate, die))
+        asked = r.sending(sampling_params={"prompt_logprobs": 0})
+        await r.hybrid[0].nth(1)
+        await r.find(r.decode[0])
+        await r.ready()
+        r.prefill[0].plays.append(told({"prompt_logprobs": []}))
+        r.decode[0].plays.append(good({"output": "x"}))
+        gate.set()
+        got = await asked
+        assert (got.status, got.headers["x-pd-path"]) == (200, "disagg")
+        assert got.json == {"output": "x", "prompt_logprobs": []}
         await r.at_rest()
 
 
