@@ -51,7 +51,9 @@ Ending: TypeAlias = Cancelled | Failed | AttemptRefused
 
 def _run(r: Request, e: Granted) -> Effects:
     r.blocks, r.overtaken, r.first_block = list(e.blocks), 0, 0
-    r.computed = r.cached_tokens = e.cached_tokens
+    r.computed = e.cached_tokens
+    if r.cached_tokens < 0:  # later it may find its own work
+        r.cached_tokens = e.cached_tokens
     return ()
 
 

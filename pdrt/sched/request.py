@@ -59,7 +59,7 @@ class Request:
     computed: int = 0  # leading tokens whose KV is in `blocks`
     host_blocks: tuple[int, ...] = ()  # a copy of its KV
     copied: int = 0  # leading tokens whose KV is in `host_blocks`
-    cached_tokens: int = 0  # of `computed`, those that were found computed already
+    cached_tokens: int = -1  # those found computed when it was first given memory; -1: never yet
     first_block: int = 0  # the receiver (prefill: the other side) holds the blocks before
     sent: int = 0  # prefill: leading blocks that were handed to the transport
     priority: int = 0  # higher first

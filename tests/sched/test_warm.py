@@ -21,7 +21,7 @@ from pdrt.sched.events import Cancelled
 from pdrt.sched.limits import Limits
 from pdrt.sched.prefill import PrefillDisaggScheduler
 from pdrt.sched.prefix import Chain
-from pdrt.sched.request import from_submit
+from pdrt.sched.request import State, from_submit
 from tests.sched.devices import null_answer, null_device
 from tests.sched.fakes import EOS, FakeDevice, Rig, answer, check_books, is_baseline, submit
 from tests.sched.pair import Pair
@@ -206,6 +206,27 @@ def test_two_that_compute_the_same_at_once_share_nothing_and_both_are_right() ->
     assert rig.said == {1: answer(PROMPT, 3), 2: answer(PROMPT, 3)}
     assert rig.book.blocks.cache.idle == 4  # the last one: of the answer's
     assert is_baseline(rig.book)
+
+
+@pytest.mark.parametrize("known", [0, 2])
+def test_what_it_computed_before_it_was_retracted_is_not_told_as_cached(known: int) -> None:
+    """CASES 93: cold -> 0."""
+    rig = hybrid(replace(LIMITS, reserved_tokens=1, max_prefill_tokens=4), blocks=14)
+    long = list(range(100, 133))
+    if known:
+        warm(rig, long, known)
+    for room in (1, 2):
+        grows = submit(room, [room, 2, 3], max_tokens=10)
+        rig.submit(replace(grows, priority=1))
+    rig.step()
+    rig.submit(submit(3, long, max_tokens=1))
+    long_one = rig.book.rooms[3]
+    assert any(rig.step().retracted for _ in range(20))
+    assert (long_one.state, long_one.said) == (State.QUEUED, 0)
+    finish(rig)
+    assert rig.said[3] == answer(long, 1)
+    assert rig.book.counters["prefix_tokens_hit"] > 2 * known * B
+    assert [o.cached_tokens for o in rig.outputs if o.room == 3] == [known * B]
 
 
 def test_what_one_of_a_round_is_granted_never_takes_the_prefix_of_another() -> None:
