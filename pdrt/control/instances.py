@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass as checked
 from pdrt.config import PolicyName, Role, Target
 from pdrt.control.breaker import Breaker, Circuit, Renewed
 from pdrt.control.breaker import feed as feed_breaker
+from pdrt.control.http import at_stage
 from pdrt.control.patience import patience
 from pdrt.control.policy import Ask, Load, choose, mark_of, note_given
 from pdrt.control.prefixes import Prefixes
@@ -139,7 +140,6 @@ class Instance:
         self.load = Load(mark=mark_of(where))
         self.breaker = Breaker()
         self.is_drained = False  # an operator wants nothing new there
-        self.fell_silent = False  # it died, and had done so well before that was known
         self._is_leaving = False  # it said so, and has not been heard since
         self.is_full = False  # it said so, or refused for it, since its last beat
         self.nudged = asyncio.Event()  # look again now
@@ -226,7 +226,6 @@ class Instance:
     def heard(self, status: Status) -> None:
         """It answered. A new epoch is a new peer: what the old one carried is lost."""
         before, self.status, self.is_known = self.status, status, True
-        self.fell_silent = False
         if status.model and status.model != self.model:
             self.model = status.model
             self._listener.serves(self)
@@ -282,14 +281,13 @@ class Instance:
             self._listener.changed()
         if news is Health.DEAD:
             self.status = None
-            self.fell_silent = isinstance(event, Miss)
             self._lose(f"{self.name} is gone: {reason}")
 
     def _lose(self, reason: str) -> None:
         feed_breaker(self.breaker, Renewed())
         self._listener.renewed(self)
         for hold in tuple(self._holds):
-            hold.on_lost(PeerLost(reason))
+            hold.on_lost(at_stage(PeerLost(reason), self.role))
 
     def _rank(self, dp_rank: int) -> Load:
         load = self._ranks.get(dp_rank)

@@ -14,13 +14,13 @@ from typing import Final
 import structlog
 
 from pdrt.control.choice import Choice
-from pdrt.control.instances import Instance, Status
+from pdrt.control.instances import Instance
 from pdrt.control.legs import DecodeFailed, Event, Failure, Moved, Route, State, Stranded
 from pdrt.control.marks import Heard
-from pdrt.control.policy import Ask
 from pdrt.control.schema import Resumed, checked
 from pdrt.control.sse import DONE
 from pdrt.control.ticket import Alarm, Ticket, Tools
+from pdrt.control.tried import Tried
 from pdrt.errors import BadMessage, PdrtError, PeerLost
 
 LOOK_EVERY_S: Final = 0.05
@@ -38,9 +38,10 @@ class Moving:
     clock: Callable[[], float]
     heard: Heard = field(init=False)
     first_at: float = 0.0
+    last_at: float = field(init=False)  # a sign of its life, told to the client or not
 
     def __post_init__(self) -> None:
-        self.heard = Heard(self.sequences)
+        self.heard, self.last_at = Heard(self.sequences), self.began
 
     @property
     def error(self) -> PdrtError | None:
@@ -50,6 +51,8 @@ class Moving:
     def take(self, data: bytes) -> bytes:
         """What the client may read of a leg's bytes; then look at `error`."""
         told = self.heard.take(data)
+        if self.heard.error is None:  # to tell of an end is no sign of its life
+            self.last_at = self.clock()
         if told and not self.first_at:
             self.first_at = self.clock()
         return told
@@ -96,7 +99,7 @@ class Mover:
         self._ticket, self._tools = ticket, tools
         self._most = tools.max_moves if ticket.may_retry else 0
         self._began = tools.clocks.clock()
-        self._tried: dict[Instance, Status | None] = {}
+        self._tried = Tried()
         self._lost: DecodeFailed | None = None
         self._until = 0.0
         self._alarm: Alarm | None = None
@@ -127,11 +130,10 @@ class Mover:
             return event
         if not is_refusal:
             self._tried.clear()  # whom it was moved away from long ago may be well again
-            # A client hears within 2 s of a fault, however many refuse to go on after it; to
-            # notice a silent one took most of that.
-            wait = 0.0 if culprit.fell_silent else self._tools.move_s
-            self._until = self._tools.clocks.clock() + wait
-        self._tried[culprit] = culprit.status
+            # A client hears within 2 s of a fault, however many refuse to go on after it; and to
+            # notice that somebody only stands still took most of that.
+            self._until = self.moving.last_at + self._tools.move_s
+        self._tried.add(culprit)
         self._lost = event
         return self._moved() or Stranded()
 
@@ -152,7 +154,9 @@ class Mover:
     def _moved(self) -> Moved | None:
         try:
             room = self._tools.mint_room()
-            self.choice = self._pick(replace(self._ticket.ask, room=room))
+            ask, pinned = replace(self._ticket.ask, room=room), self._ticket.pinned
+            fleet = self._tools.fleet
+            self.choice = self._tried.another(lambda without: fleet.pick(ask, pinned, without))
         except PdrtError:
             return None
         assert self._lost is not None
@@ -165,15 +169,6 @@ class Mover:
             because=str(self._lost.failure.error),
         )
         return Moved(room)
-
-    def _pick(self, ask: Ask) -> Choice:
-        """Another one; or one that failed and has been heard of since. Raises PdrtError."""
-        fleet, pinned = self._tools.fleet, self._ticket.pinned
-        try:
-            return fleet.pick(ask, pinned, self._tried.keys())
-        except PdrtError:
-            stale = [each for each, status in self._tried.items() if each.status is status]
-            return fleet.pick(ask, pinned, stale)
 
 
 def may_help(failure: Failure, *, is_refusal: bool) -> bool:

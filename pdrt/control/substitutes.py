@@ -9,7 +9,6 @@ from typing import Final
 import structlog
 
 from pdrt.control.choice import Choice
-from pdrt.control.instances import Instance
 from pdrt.control.legs import (
     Event,
     InstanceReplaced,
@@ -21,6 +20,7 @@ from pdrt.control.legs import (
 )
 from pdrt.control.setbacks import Failed, culprit_of
 from pdrt.control.ticket import Ticket, Tools
+from pdrt.control.tried import Tried
 from pdrt.errors import Overloaded, Unavailable
 
 MAX_TRIES: Final = 3
@@ -29,13 +29,13 @@ log = structlog.get_logger(__name__)
 
 
 class Substitutes:
-    """For one request: whoever has failed it is not asked again."""
+    """For one request."""
 
     __slots__ = ("_ticket", "_tools", "_tried")
 
     def __init__(self, ticket: Ticket, tools: Tools) -> None:
         self._ticket, self._tools = ticket, tools
-        self._tried: set[Instance] = set()
+        self._tried = Tried()
 
     def considered(self, event: Failed, route: Route, choice: Choice) -> tuple[Event, Choice]:
         """The failure itself, or what follows it when others can take over; and who serves now."""
@@ -70,16 +70,18 @@ class Substitutes:
             return None
         with suppress(Unavailable):
             fleet = self._tools.fleet
-            chosen = fleet.pick_prefill(choice.decode, self._tried, self._ticket.ask)
+            chosen = self._tried.another(
+                lambda without: fleet.pick_prefill(choice.decode, without, self._ticket.ask)
+            )
             return PrefillReplaced(event.leg), chosen
         return None
 
     def _all_anew(self, event: Failed) -> tuple[Event, Choice] | None:
         """Others of either kind, as for a new request, if there are any."""
-        room = self._tools.mint_room()
-        ask = replace(self._ticket.ask, room=room)
+        fleet, room = self._tools.fleet, self._tools.mint_room()
+        ask, pinned = replace(self._ticket.ask, room=room), self._ticket.pinned
         with suppress(Unavailable, Overloaded):
-            chosen = self._tools.fleet.pick(ask, self._ticket.pinned, self._tried)
+            chosen = self._tried.another(lambda without: fleet.pick(ask, pinned, without))
             if chosen.fallback:
                 chosen.fallback = event.failure.error.code
             alone = chosen.prefill is None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdrt.config import RouterConfig, Target
+from pdrt.config import Role, RouterConfig, Target
 from pdrt.control.fleet import Fleet
 from pdrt.control.instances import Instance, Status, base_url, read_status, watch
 from pdrt.control.order import Pin
@@ -94,14 +94,13 @@ def test_one_miss_makes_it_suspect_and_the_second_dead() -> None:
     assert (one.is_routable, one.why_not) == (True, "")
 
 
-def test_that_it_fell_silent_once_is_forgotten_when_it_is_heard_again() -> None:
-    one = instance()
-    one.heard(ready())
-    for _ in range(2):
-        one.missed("slow")
-    assert one.fell_silent
-    one.heard(ready(2))
-    assert not one.fell_silent
+@pytest.mark.parametrize("role", ["prefill", "decode", "hybrid"])
+def test_who_waits_for_it_is_told_which_side_is_lost(role: Role) -> None:
+    one, told = Instance(role, Target(http="10.0.0.1:8001"), Heard()), list[PdrtError]()
+    one.heard(ready(role=role))
+    one.hold(1, 0, 0, told.append)
+    one.died("refused")
+    assert [(error.code, error.stage) for error in told] == [("peer_lost", role)]
 
 
 def test_a_beat_forgives_a_miss() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import cast
 
@@ -13,6 +14,7 @@ from pdrt.control import askany
 from pdrt.control.sse import DONE
 from pdrt.data.peer import Health
 from tests.control.fake_leader import (
+    FakeLeader,
     Play,
     Seen,
     after,
@@ -674,3 +676,37 @@ async def test_a_long_answer_need_not_say_its_length(hybrid: int) -> None:
         got = await r.send()
         assert (got.status, got.body == body) == (200, True)
         await r.at_rest()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_whoever_failed_and_has_been_heard_of_since_may_take_over_again(
+    side: str, is_stream: bool
+) -> None:
+    """Two are lost one after the other, the first of which is well again by then."""
+    is_well = asyncio.Event()
+    async with rig(prefill=2, decode=2, timeouts={"heartbeat_s": 3600.0}) as r:
+        lossy, others = (r.prefill, r.decode) if side == "prefill" else (r.decode, r.prefill)
+        whole = stream(b"data: {}\n\n" + DONE) if is_stream else OK
+        answer = {"prefill": prefilled(), "decode": whole}
+        for leader in lossy:
+            leader.plays.append(hang)
+        for leader in others:
+            leader.plays.extend([after(is_well, answer[leader.role])] * 3)
+        asked = r.sending(prompt="hi", stream=is_stream)
+        first = await one_asked(lossy)
+        await r.lose(first)
+        second = await one_asked([leader for leader in lossy if leader is not first])
+        await r.find(first)
+        await r.ready()
+        first.plays.append(answer[side])
+        await r.lose(second)
+        await until(lambda: len(first.seen) == 2)
+        is_well.set()
+        assert (await asked).status == 200
+        await r.at_rest()
+
+
+async def one_asked(leaders: Sequence[FakeLeader]) -> FakeLeader:
+    await until(lambda: any(leader.seen for leader in leaders))
+    return next(leader for leader in leaders if leader.seen)
