@@ -17,10 +17,17 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, TextIO, TypeAlias
 
-from aiohttp import ClientConnectorError, ClientError, ClientSession, ClientSSLError, ClientTimeout
+from aiohttp import (
+    ClientConnectorError,
+    ClientError,
+    ClientSession,
+    ClientSSLError,
+    ClientTimeout,
+    ServerDisconnectedError,
+)
 from rich.console import Console
 
-from pdrt.control.http import error_from_answer, tls_reason
+from pdrt.control.http import WITHOUT_A_WORD, error_from_answer, tls_reason
 from pdrt.errors import PdrtError, Unauthorized, Unavailable
 
 _HELP: Final = "/new forgets the conversation, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
@@ -152,6 +159,8 @@ def _reason(error: Exception) -> str:
     """In words for a person, without what only a programmer needs."""
     if isinstance(error, ClientSSLError):
         return tls_reason(error)
+    if isinstance(error, ServerDisconnectedError):
+        return WITHOUT_A_WORD
     if isinstance(error, ClientConnectorError) and error.os_error.errno:
         return os.strerror(error.os_error.errno)
     return str(error) or type(error).__name__

@@ -17,6 +17,7 @@ from pdrt import config
 from pdrt.config import NodeConfig
 from pdrt.control.apikeys import KeyRecord, hash_of, new_key, with_key, without_key
 from pdrt.control.keyfile import change_keys, read_keys
+from pdrt.errors import ConfigError
 from pdrt.settings import check
 
 keys = typer.Typer(
@@ -69,6 +70,9 @@ def add(
 def list_keys(file: FileOption = None) -> None:
     """The names and their limits; the keys themselves are nowhere."""
     path = _path(file)
+    if not path.exists():
+        typer.echo(f"{path} is not there: no keys yet; `pdrt keys add NAME` makes one", err=True)
+        return
     table = Table(title=str(path), title_justify="left")
     columns = ("name", "requests a minute", "at a time", "tokens a minute", "hash begins with")
     for column in columns:
@@ -107,8 +111,13 @@ def token(
     named = {"key": "", "key_file": str(key_file)} if key_file else {}
     security = config.load(NodeConfig, None, options={"security": named}).security
     if not (security.key or security.key_file):
-        usual = str(config.user_key_file())
-        security = security.model_copy(update={"key_file": usual})
+        usual = config.user_key_file()
+        if not usual.exists():
+            raise ConfigError(
+                f"there is no cluster key at {usual}: --key-file names another file; that of"
+                " `pdrt up` is `key` beside the logs that its ready line names"
+            )
+        security = security.model_copy(update={"key_file": str(usual)})
     key = security.cluster_key()
     assert key is not None, "a file is named"
     typer.echo(key.bearer())

@@ -256,6 +256,7 @@ def test_the_clusters_token_is_told_from_whichever_key_there_is(
     status, out, said = run(capsys, "keys", "token")
     assert (status, out) == (2, "")
     assert "pdrt/key" in said
+    assert "--key-file" in said
     files = [home / "config" / "pdrt" / "key", home / "named", home / "given"]
     for number, file in enumerate(files):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -95,7 +95,7 @@ def test_a_frame_shows_instances_rates_requests_and_errors() -> None:
     assert "p99" in row(text, "TTFT p50")
     assert "p99" in row(text, "ITL p50")
     assert "1,001" in row(text, "tokens / s")
-    assert "decode, streaming" in row(text, "0002d2345c8c2bee72aee1db")
+    assert "▰▰▰ decode" in row(text, "0002d2345c8c2bee72aee1db")
     assert "transfer_failed" in text
     assert "did not come within 10 s" in text
 
@@ -204,6 +204,19 @@ async def test_nobody_there_is_said_so() -> None:
     async with ClientSession() as session:
         with pytest.raises(Unavailable, match=r"Connection refused.*is `pdrt up` running"):
             await ask(session, "http://127.0.0.1:1")
+
+
+async def test_who_ends_the_connection_without_a_word_may_speak_tls() -> None:
+    """As a router with TLS does to who speaks plain HTTP."""
+
+    def cut(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async with serving(cut) as url, ClientSession() as session:
+        with pytest.raises(Unavailable, match="https:// instead of http://"):
+            await ask(session, url)
 
 
 async def test_the_api_key_is_sent() -> None:

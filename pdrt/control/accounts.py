@@ -7,15 +7,19 @@ written with others (telemetry.Lines).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import structlog
 
 from pdrt.control.relay import Relay
 from pdrt.control.routermetrics import RouterMetrics
-from pdrt.control.wire.exchange import Exchange
+from pdrt.control.wire.exchange import NO_PATH, Exchange
+from pdrt.errors import PdrtError
 
 Tell: TypeAlias = Callable[[str, Mapping[str, object]], None]
+
+_OURS: Final = 500  # and above: not the client's doing
+_MOST_WORDS: Final = 500
 
 log = structlog.get_logger(__name__)
 
@@ -37,6 +41,8 @@ class Accounts:
         self._metrics.requests.add(route, status, exchange.path_label)
         if exchange.error is not None:
             self._metrics.errors.labels(exchange.error.code).inc()
+            if exchange.path_label == NO_PATH:
+                _note_refused(exchange, exchange.error)
 
     def relayed(self, relay: Relay, started: float, now: float) -> None:
         route, choice, failure = relay.route, relay.choice, relay.failure
@@ -63,3 +69,17 @@ class Accounts:
         else:
             story = list(route.story)
             log.warning("request", **fields, error=str(failure.error), story=story)
+
+
+def _note_refused(exchange: Exchange, error: PdrtError) -> None:
+    """The line of a request for which no instance was chosen. What a client did wrong is news for
+    that client; that nobody can serve is news for the operator."""
+    tell = log.warning if exchange.status >= _OURS else log.info
+    tell(
+        "refused",
+        request_id=exchange.request.id,
+        path=exchange.route.path if exchange.route else "other",
+        status=exchange.status,
+        code=error.code,
+        error=str(error)[:_MOST_WORDS],
+    )

@@ -170,6 +170,8 @@ class Router:
     def _tell(self) -> None:
         if self.fleet.is_ready and not self.said_ready:
             log.info("ready", pairs=[pair.name for pair in self.fleet.pairs if pair.is_routable])
+        elif self.said_ready and not self.fleet.is_ready:
+            log.warning("not_ready", reason=self.fleet.why_not_ready())
         self.said_ready = self.fleet.is_ready
 
     async def watched_over(self) -> None:

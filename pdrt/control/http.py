@@ -117,6 +117,12 @@ def error_of(problem: Problem) -> PdrtError:
     return _error(problem.code, problem.message, problem.stage, PdrtError)
 
 
+# For a person whose server said nothing at all, as one that speaks TLS does to one that does not.
+WITHOUT_A_WORD: Final = (
+    "it ended the connection without a word; https:// instead of http://, perhaps"
+)
+
+
 def tls_reason(error: ClientSSLError) -> str:
     """For a person whose client and server did not agree on TLS."""
     if isinstance(error, ClientConnectorCertificateError):

@@ -277,7 +277,8 @@ class Instance:
         self.reason = reason or self.reason
         news = feed(self, event)
         if self.health is not before:
-            log.info("instance", name=self.name, health=self.health, reason=reason)
+            tell = log.warning if self.health is Health.DEAD else log.info
+            tell("instance", name=self.name, health=self.health, reason=reason)
             self._listener.changed()
         if news is Health.DEAD:
             self.status = None

@@ -66,6 +66,7 @@ class Running:
     decode: str
     age_s: float
     first_s: float | None
+    is_stream: bool
     pieces: int  # of a stream that have been passed on
     tries: int  # instances that were lost on the way
 
@@ -193,11 +194,10 @@ def _way(text: str) -> tuple[str, float | None]:
 
 
 def _request(running: Running) -> Json:
-    is_alone = running.prefill is None and running.state is State.AWAITING
     return {
         "request_id": running.request_id,
         "path": running.path,
-        "stage": "prefill" if is_alone else STAGES[running.state],
+        "stage": _stage(running),
         "prefill": running.prefill,
         "decode": running.decode,
         "age_s": round(running.age_s, 2),
@@ -205,6 +205,14 @@ def _request(running: Running) -> Json:
         "pieces": running.pieces,
         "tries": running.tries,
     }
+
+
+def _stage(running: Running) -> str:
+    """Of an answer that is not streamed nothing is heard before its end, when KV has long moved."""
+    is_awaited = running.state is State.AWAITING
+    if is_awaited and running.prefill is None:
+        return "prefill"
+    return "decode" if is_awaited and not running.is_stream else STAGES[running.state]
 
 
 def series(flow: Flow, now: float, wall: float, seconds: int) -> Json:

@@ -131,6 +131,7 @@ def _running(relay: Relay, passage: Passage, now: float) -> Running:
         decode=choice.decode.name,
         age_s=now - passage.started,
         first_s=None if first is None else first - passage.started,
+        is_stream=relay.ticket.job.stream,
         pieces=passage.pieces,
         tries=relay.route.tries,
     )

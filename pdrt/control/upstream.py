@@ -66,6 +66,10 @@ class Upstream:
     async def status(self, instance: Instance) -> Status:
         """What a pdrt leader says of itself. Raises PdrtError."""
         code, body = await self.get(instance, "/internal/status")
+        if code in _NOT_US:
+            raise Unavailable(
+                "it refuses the router's cluster key: [security] key_file must name the same key"
+            )
         if code != 200:
             raise error_from_answer(code, body, instance.name)
         try:

@@ -38,7 +38,7 @@ _STAGES: Final = {
     "prefill": "▰▱▱ prefill",
     "retry": "▰▱▱ prefill again, elsewhere",
     "transfer": "▰▰▱ KV is moving",
-    "decode": "▰▰▰ decode, streaming",
+    "decode": "▰▰▰ decode",
     "move": "▰▰▰ going on elsewhere",
     "ended": "▰▰▰ ending",
 }

@@ -14,11 +14,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from aiohttp import ClientConnectorError, ClientError, ClientSession, ClientSSLError, ClientTimeout
+from aiohttp import (
+    ClientConnectorError,
+    ClientError,
+    ClientSession,
+    ClientSSLError,
+    ClientTimeout,
+    ServerDisconnectedError,
+)
 from rich.console import Console
 from rich.live import Live
 
-from pdrt.control.http import error_from_answer, tls_reason
+from pdrt.control.http import WITHOUT_A_WORD, error_from_answer, tls_reason
 from pdrt.errors import BadMessage, NotFound, PdrtError, Unauthorized, Unavailable
 from pdrt.top.frame import ALL, frame, room_for
 from pdrt.top.view import View, read_view
@@ -80,6 +87,8 @@ def _reason(error: Exception) -> str:
         return os.strerror(number) if number > 0 else str(error.os_error.strerror)
     if isinstance(error, TimeoutError):
         return f"silent for {_ASK_S:g} s"
+    if isinstance(error, ServerDisconnectedError):
+        return WITHOUT_A_WORD
     return str(error) or type(error).__name__
 
 

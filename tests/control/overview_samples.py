@@ -185,6 +185,7 @@ def request(made: Cluster, number: int, chance: Random) -> Running:
         decode=serves[number % len(serves)].name,
         age_s=chance.uniform(0.05, 12),
         first_s=chance.uniform(0.05, 0.3) if is_streaming else None,
+        is_stream=True,
         pieces=chance.randrange(1, 400) if is_streaming else 0,
         tries=1 if state is State.JOINING else 0,
     )

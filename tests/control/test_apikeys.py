@@ -221,6 +221,8 @@ def test_made_keys_differ_and_are_long() -> None:
 def test_a_key_is_shown_once_and_only_its_hash_is_kept(tmp_path: Path) -> None:
     path, runner = tmp_path / "keys.toml", CliRunner()
     options = ["--file", str(path)]
+    none = runner.invoke(app, ["keys", "list", *options])
+    assert (none.exit_code, "no keys yet" in none.stderr) == (0, True)
     told = runner.invoke(
         app, ["keys", "add", "alice", "--rpm", "60", "--concurrent", "2", *options]
     )

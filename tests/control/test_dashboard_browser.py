@@ -145,7 +145,6 @@ async def test_a_busy_cluster_is_shown_whole(browser: api.Browser) -> None:
         await seen.shows("#picture", "starting")
         await seen.shows("#charts", "TTFT")
         await seen.shows("#charts", "1,001")
-        await seen.shows("#requests", "decode, streaming")
         await seen.shows("#requests", "KV is moving")
         await seen.shows("#errors", "did not come within 10 s")
         await seen.shows("#pairs", "a fault since")

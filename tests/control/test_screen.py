@@ -10,7 +10,7 @@ from pdrt.control.http import Json
 from pdrt.control.overview import Running
 from pdrt.control.screen import MOST_ERRORS
 from pdrt.control.sse import DONE
-from tests.control.fake_leader import after, hang, status, stream
+from tests.control.fake_leader import after, good, hang, status, stream
 from tests.control.router_rig import Rig, rig, until
 
 
@@ -44,6 +44,18 @@ async def test_canaries_are_no_clients_requests() -> None:
         r.time.now += FRESH_S
         series = (await view(r))["series"]
         assert series["requests_per_s"] == [0]
+
+
+async def test_an_answer_that_is_not_streamed_is_not_shown_as_kv_that_moves() -> None:
+    """It is silent until its end, and most of that time it decodes."""
+    async with rig() as r:
+        ended = asyncio.Event()
+        r.decode[0].plays.append(after(ended, good({"output": "x"})))
+        sending = r.sending()
+        await until(lambda: any(each.state == "awaiting" for each in running(r)))
+        assert (await view(r))["requests"][0]["stage"] == "decode"
+        ended.set()
+        await sending
 
 
 async def test_a_request_is_shown_where_it_is_until_it_is_over() -> None:

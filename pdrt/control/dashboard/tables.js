@@ -71,7 +71,7 @@ function drawKv(cell, each) {
 
 function drawStage(cell, request) {
   const steps = request.prefill ? ["prefill", "transfer", "decode"] : ["prefill", "decode"];
-  const words = { retry: "prefill again, elsewhere", prefill: "prefill", transfer: "KV is moving", decode: "decode, streaming", move: "going on elsewhere", ended: "ending" };
+  const words = { retry: "prefill again, elsewhere", prefill: "prefill", transfer: "KV is moving", decode: "decode", move: "going on elsewhere", ended: "ending" };
   if (cell.children.length !== 2 || cell.firstChild.children.length !== steps.length) {
     cell.replaceChildren(html("span", { class: "steps", "aria-hidden": "true" }, ...steps.map(() => html("i"))), html("span"));
   }
