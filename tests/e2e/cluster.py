@@ -240,6 +240,15 @@ class Cluster:
         status, _ = await self.get(f"{self.url}/ready")
         return status == 200 and set(states) == {"ready"}
 
+    async def until_trusted(self) -> None:
+        """Each pair has served since it came, or came back: none of them is left out."""
+
+        async def are_trusted() -> bool:
+            _, body = await self.get(f"{self.url}/ready")
+            return {pair["trust"] for pair in body["pairs"]} == {"passed"}
+
+        await self.until(are_trusted, "all pairs have passed", self.startup_s)
+
     async def until(
         self, holds: Callable[[], Awaitable[bool]], what: str, within_s: float = 5.0
     ) -> float:

@@ -49,7 +49,7 @@ async def cluster(started: Cluster) -> AsyncIterator[Cluster]:
         if process.running.poll() is not None:  # killed by an earlier test
             process.start()
     async with started.session() as ready:
-        await until_both(ready)
+        await ready.until_trusted()
         yield ready
 
 
@@ -130,16 +130,6 @@ def odds_of(read: Read) -> list[float]:
     return [one["logprob"] for one in read.odds[0]]
 
 
-async def until_both(cluster: Cluster) -> None:
-    """Until each decode instance has served since it came back."""
-
-    async def are_trusted() -> bool:
-        _, body = await cluster.get(f"{cluster.url}/ready")
-        return {pair["trust"] for pair in body["pairs"]} == {"passed"}
-
-    await cluster.until(are_trusted, "both pairs have passed", cluster.startup_s)
-
-
 async def moved(cluster: Cluster) -> float:
     assert cluster.http is not None
     async with cluster.http.get(f"{cluster.url}/metrics") as answer:
@@ -203,7 +193,7 @@ async def test_a_stop_string_that_was_half_said_is_completed_by_another_instance
     whole = await read(cluster, path, body)
     assert whole.ends == {0: "stop"}
     for at in (10, 12):
-        await until_both(cluster)
+        await cluster.until_trusted()
         survived = await read(cluster, path, body, at, "worker")
         assert survived.same() == whole.same()
     await cluster.until_baseline()
@@ -236,7 +226,7 @@ async def test_a_stream_of_which_nothing_is_told_yet_goes_on_too(
     path, body = SILENT[name]
     whole = await read(cluster, path, body)
     assert all(text.endswith("abc" * 20) for text in whole.texts.values())
-    await until_both(cluster)
+    await cluster.until_trusted()
     await cluster.until_baseline()
     pending = asyncio.ensure_future(read(cluster, path, body))
     count = 2 if name in ("n=2", "batch") else 1
@@ -304,7 +294,7 @@ async def test_streams_of_a_real_model_move(tmp_path: Path, temperature: float) 
     params = {**PARAMS, "temperature": temperature, "max_tokens": 300, "logprobs": 1}
     body = {**GENERATE, "prompt": [7 + i % 90 for i in range(70)], "sampling_params": params}
     async with cluster.running():
-        await until_both(cluster)
+        await cluster.until_trusted()
         await read(cluster, "/generate", body)
         plain = await read(cluster, "/generate", body)
         survived = await read(cluster, "/generate", body, 5, "worker")

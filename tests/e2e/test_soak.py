@@ -142,7 +142,8 @@ async def until_back(cluster: Cluster, before: dict[int, tuple[int, int]], rss: 
 
 async def soak(cluster: Cluster, count: int, rss: float) -> dict[str, Any]:
     load = Load(cluster, random.Random(54))
-    await load.run(60)  # whatever is made once is made now
+    await cluster.until_trusted()
+    await load.run(60)  # whatever is made once is made now, on each of them
     await cluster.until_baseline(5.0)
     before, began = held(cluster), time.monotonic()
     running = asyncio.create_task(load.run(count))
