@@ -10,24 +10,16 @@ import asyncio
 import contextlib
 import importlib
 import json
-import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, TextIO, TypeAlias
 
-from aiohttp import (
-    ClientConnectorError,
-    ClientError,
-    ClientSession,
-    ClientSSLError,
-    ClientTimeout,
-    ServerDisconnectedError,
-)
+from aiohttp import ClientError, ClientSession, ClientSSLError, ClientTimeout
 from rich.console import Console
 
-from pdrt.control.http import WITHOUT_A_WORD, error_from_answer, tls_reason
+from pdrt.control.http import error_from_answer, reason_at_first, reason_of, tls_reason
 from pdrt.errors import PdrtError, Unauthorized, Unavailable
 
 _HELP: Final = "/new forgets the conversation, /quit (or Ctrl-D) ends, Ctrl-C stops an answer"
@@ -120,7 +112,7 @@ async def ask(
                     told.pieces += 1
                     yield piece
     except (ClientError, TimeoutError, OSError) as error:
-        raise Unavailable(f"{manner.base}: {_reason(error)}") from error
+        raise Unavailable(f"{manner.base}: {reason_of(error)}") from error
     finally:
         told.total_s = time.perf_counter() - began
 
@@ -149,21 +141,10 @@ async def first_model(session: ClientSession, base: str) -> str:
     except ClientSSLError as error:
         raise Unavailable(f"{base}: {tls_reason(error)}") from error
     except (ClientError, TimeoutError, OSError) as error:
-        why = _reason(error)
+        why = reason_at_first(error)
         raise Unavailable(f"nobody serves at {base} ({why}): is `pdrt up` running?") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise Unavailable(f"{base}/models did not name a model") from error
-
-
-def _reason(error: Exception) -> str:
-    """In words for a person, without what only a programmer needs."""
-    if isinstance(error, ClientSSLError):
-        return tls_reason(error)
-    if isinstance(error, ServerDisconnectedError):
-        return WITHOUT_A_WORD
-    if isinstance(error, ClientConnectorError) and error.os_error.errno:
-        return os.strerror(error.os_error.errno)
-    return str(error) or type(error).__name__
 
 
 class Chat:

@@ -19,6 +19,7 @@ from aiohttp import (
     ClientConnectorError,
     ClientError,
     ClientSSLError,
+    ServerDisconnectedError,
     web,
 )
 from aiohttp.typedefs import Handler, Middleware
@@ -117,18 +118,29 @@ def error_of(problem: Problem) -> PdrtError:
     return _error(problem.code, problem.message, problem.stage, PdrtError)
 
 
-# For a person whose server said nothing at all, as one that speaks TLS does to one that does not.
-WITHOUT_A_WORD: Final = (
-    "it ended the connection without a word; https:// instead of http://, perhaps"
-)
-
-
 def tls_reason(error: ClientSSLError) -> str:
     """For a person whose client and server did not agree on TLS."""
     if isinstance(error, ClientConnectorCertificateError):
         why = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
         return f"its certificate is not trusted, {why}; SSL_CERT_FILE names a file of CAs to trust"
     return "it does not speak TLS there: http:// instead of https://, perhaps"
+
+
+def reason_of(error: ClientError | TimeoutError | OSError) -> str:
+    """For a person whose server did not answer, without what only a programmer needs."""
+    if isinstance(error, ClientSSLError):
+        return tls_reason(error)
+    system = error.os_error if isinstance(error, ClientConnectorError) else error
+    if isinstance(system, OSError) and system.errno:
+        return cause_of(system)
+    return str(error) or type(error).__name__
+
+
+def reason_at_first(error: ClientError | TimeoutError | OSError) -> str:
+    """The same of a server that has not been heard yet: perhaps it is spoken to in a wrong way."""
+    if isinstance(error, ServerDisconnectedError):  # as who speaks TLS does to who does not
+        return "it ended the connection without a word; https:// instead of http://, perhaps"
+    return reason_of(error)
 
 
 def error_from_answer(status: int, body: bytes, where: str) -> PdrtError:

@@ -50,11 +50,11 @@ class Moving:
 
     def take(self, data: bytes) -> bytes:
         """What the client may read of a leg's bytes; then look at `error`."""
-        told = self.heard.take(data)
+        told, now = self.heard.take(data), self.clock()
         if self.heard.error is None:  # to tell of an end is no sign of its life
-            self.last_at = self.clock()
+            self.last_at = now
         if told and not self.first_at:
-            self.first_at = self.clock()
+            self.first_at = now
         return told
 
     @property

@@ -14,7 +14,7 @@ Pick: TypeAlias = Callable[[Excluded], Choice]
 
 
 class Tried:
-    """`pick` is given those that are not to be chosen."""
+    """For one request. A `Pick` is given those that it may not choose."""
 
     __slots__ = ("_told",)
 

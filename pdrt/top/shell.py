@@ -14,18 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from aiohttp import (
-    ClientConnectorError,
-    ClientError,
-    ClientSession,
-    ClientSSLError,
-    ClientTimeout,
-    ServerDisconnectedError,
-)
+from aiohttp import ClientError, ClientSession, ClientSSLError, ClientTimeout
 from rich.console import Console
 from rich.live import Live
 
-from pdrt.control.http import WITHOUT_A_WORD, error_from_answer, tls_reason
+from pdrt.control.http import error_from_answer, reason_at_first, tls_reason
 from pdrt.errors import BadMessage, NotFound, PdrtError, Unauthorized, Unavailable
 from pdrt.top.frame import ALL, frame, room_for
 from pdrt.top.view import View, read_view
@@ -66,7 +59,8 @@ async def ask(session: ClientSession, base: str) -> Any:
     except ClientSSLError as error:
         raise Unavailable(f"{base}: {tls_reason(error)}") from error
     except (ClientError, TimeoutError, OSError) as error:
-        why = _reason(error)
+        is_late = isinstance(error, TimeoutError)
+        why = f"silent for {_ASK_S:g} s" if is_late else reason_at_first(error)
         advice = "is `pdrt up` running? --url names another address"
         raise Unavailable(f"no router answers at {base} ({why}): {advice}") from error
     if status == 401:
@@ -79,17 +73,6 @@ async def ask(session: ClientSession, base: str) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise BadMessage(f"{base}/overview is no JSON: is it a pdrt router?") from error
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ClientConnectorError) and error.os_error.errno:
-        number = error.os_error.errno
-        return os.strerror(number) if number > 0 else str(error.os_error.strerror)
-    if isinstance(error, TimeoutError):
-        return f"silent for {_ASK_S:g} s"
-    if isinstance(error, ServerDisconnectedError):
-        return WITHOUT_A_WORD
-    return str(error) or type(error).__name__
 
 
 def watch(asked: Asked, console: Console) -> int:

@@ -145,6 +145,9 @@ async def test_a_busy_cluster_is_shown_whole(browser: api.Browser) -> None:
         await seen.shows("#picture", "starting")
         await seen.shows("#charts", "TTFT")
         await seen.shows("#charts", "1,001")
+        await api.expect(
+            seen.page.get_by_role("cell", name="decode", exact=True)
+        ).not_to_have_count(0)
         await seen.shows("#requests", "KV is moving")
         await seen.shows("#errors", "did not come within 10 s")
         await seen.shows("#pairs", "a fault since")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from socket import gaierror
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientConnectorError, ClientError, ClientSession, ServerDisconnectedError, web
+from aiohttp.client_reqrep import ConnectionKey
 from aiohttp.test_utils import TestClient, TestServer
 
 from pdrt.control.http import (
@@ -24,6 +27,8 @@ from pdrt.control.http import (
     listen,
     parse_object,
     read_json,
+    reason_at_first,
+    reason_of,
     require_bearer,
 )
 from pdrt.errors import (
@@ -317,3 +322,24 @@ async def test_a_handler_is_cancelled_when_its_client_leaves() -> None:
             await cancelled.wait()
     finally:
         await runner.cleanup()
+
+
+HOST = ConnectionKey("nowhere", 8000, False, True, None, None, None)
+REASONS: dict[str, ClientError | OSError] = {
+    "Name or service not known": ClientConnectorError(
+        HOST, gaierror(-2, "Name or service not known")
+    ),
+    "Connection refused": ClientConnectorError(HOST, OSError(errno.ECONNREFUSED, "words of ours")),
+    "Server disconnected": ServerDisconnectedError(),
+    "TimeoutError": TimeoutError(),
+}
+
+
+@pytest.mark.parametrize("said", REASONS)
+def test_why_nobody_answers_is_told_without_a_programmers_words(said: str) -> None:
+    assert reason_of(REASONS[said]) == said
+
+
+def test_only_who_has_not_been_heard_yet_may_speak_tls() -> None:
+    assert "https://" in reason_at_first(ServerDisconnectedError())
+    assert reason_at_first(REASONS["Connection refused"]) == "Connection refused"

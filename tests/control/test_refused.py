@@ -32,10 +32,12 @@ async def test_a_refusal_is_found_by_its_request_id(path: str, body: Any, code: 
 
 
 async def test_that_nobody_can_serve_is_a_warning_and_so_is_why() -> None:
-    async with rig() as r:
-        with capture_logs() as logs:
+    with capture_logs() as logs:
+        async with rig() as r:
+            assert not any(each["event"] == "not_ready" for each in logs)  # it only begins
             await r.lose(r.decode[0])
             await r.send()
+        assert [each["event"] for each in logs].count("not_ready") == 1
         warnings = {each["event"]: each for each in logs if each["log_level"] == "warning"}
         assert set(warnings) == {"instance", "not_ready", "refused"}
         assert "no healthy decode instance" in warnings["not_ready"]["reason"]

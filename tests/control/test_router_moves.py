@@ -230,10 +230,14 @@ def _telling(prompt: Any) -> Play:
 
 
 async def stranded(r: Rig) -> aiohttp.ClientResponse:
-    """A stream that has lost the only decode instance there is."""
-    r.decode[0].plays.append(stream(told(1), told(2), ending="hang"))
+    """A stream, a while after its beginning, that has lost the only decode instance there is."""
+    later = asyncio.Event()
+    r.decode[0].plays.append(stream(told(1), later, told(2), ending="hang"))
     body = {"prompt": "hi", "stream": True}
     answer = await r.session.post(f"{r.url}/generate", json=body)
+    assert await answer.content.readuntil(b"\n\n") == said(1)
+    r.time.now += 10
+    later.set()
     while (await answer.content.readuntil(b"\n\n")) != said(2):
         pass
     await r.lose(r.decode[0])
